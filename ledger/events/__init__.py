@@ -1,0 +1,37 @@
+"""The events: what happened, as frozen records. One module a subject.
+
+`EVENTS` (in `ledger.fields`) maps each stable name to its class once this package is imported.
+"""
+
+from ledger.events.rollout import (
+    UNKNOWN_VERSION,
+    ObservationAppended,
+    PromptIssued,
+    RoutingRecorded,
+    SampleDecided,
+    SampleScored,
+    SegmentGenerated,
+)
+from ledger.events.run import BranchForked, RunResumed, RunStarted
+from ledger.events.training import CheckpointSaved, SignalRecorded, StepCommitted, WeightsPublished
+from ledger.fields import EVENTS, Column, Event
+
+__all__ = [
+    "EVENTS",
+    "UNKNOWN_VERSION",
+    "BranchForked",
+    "CheckpointSaved",
+    "Column",
+    "Event",
+    "ObservationAppended",
+    "PromptIssued",
+    "RoutingRecorded",
+    "RunResumed",
+    "RunStarted",
+    "SampleDecided",
+    "SampleScored",
+    "SegmentGenerated",
+    "SignalRecorded",
+    "StepCommitted",
+    "WeightsPublished",
+]

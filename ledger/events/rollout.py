@@ -1,0 +1,196 @@
+"""Events of the rollout side: prompts, generated segments, observations, routing, scores, decisions.
+
+A sample's sequence is its prompt followed by its response. The response is made of pieces — segments
+(sampled by the engine) and observations (everything else) — each of which says at which response
+offset it begins (`start`), so that a missing piece shows as a hole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from ledger.fields import Event, column, event
+
+__all__ = [
+    "UNKNOWN_VERSION",
+    "ObservationAppended",
+    "PromptIssued",
+    "RoutingRecorded",
+    "SampleDecided",
+    "SampleScored",
+    "SegmentGenerated",
+]
+
+UNKNOWN_VERSION = -1
+"""In `span_versions`: the engine did not say which version sampled these tokens."""
+
+_tokens = pa.list_(pa.int32())
+_floats = pa.list_(pa.float32())
+
+
+@event("prompt_issued", layout=1)
+class PromptIssued(Event):
+    """A prompt was given out for a group of samples. One row a group."""
+
+    prompt_id: bytes = column(
+        1, pa.binary(32), "blake3 of the token ids (int32, little-endian): the prompt's identity."
+    )
+    group_index: int = column(2, pa.int64(), "The group; unique in the run.")
+    rollout_step: int = column(3, pa.int64(), "The outer iteration that asked for it.")
+    round: int = column(
+        4, pa.int32(), "0, then 1, 2, … where a filter made the step ask for more prompts."
+    )
+    indices: np.ndarray = column(
+        5, pa.list_(pa.int64()), "[G] The samples of the group; unique in the run."
+    )
+    rollout_ids: np.ndarray = column(
+        6, pa.list_(pa.int64()), "[G] The execution each sample belongs to."
+    )
+    tokens: np.ndarray = column(7, _tokens, "[P] Prompt token ids, as the engine gets them.")
+    text: str = column(8, pa.string(), "The prompt as text. The ids are the truth.")
+    label: str | None = column(9, pa.string(), "What the verifier compares with.", nullable=True)
+    source: str = column(10, pa.string(), "The task or data set, with its settings.")
+    source_row: int = column(11, pa.int64(), "Row in the source.")
+    data_cursor: int = column(12, pa.int64(), "The source's position after this prompt was taken.")
+    metadata: str | None = column(13, pa.string(), "JSON for the verifier.", nullable=True)
+
+
+@event("segment_generated", layout=1)
+class SegmentGenerated(Event):
+    """One engine call for one sample: only its new tokens. R is their number."""
+
+    index: int = column(1, pa.int64(), "The sample.")
+    rollout_id: int = column(2, pa.int64(), "The execution it belongs to.")
+    group_index: int = column(3, pa.int64(), "The prompt's group.")
+    rollout_step: int = column(4, pa.int64(), "The outer iteration.")
+    segment: int = column(5, pa.int32(), "Number of the engine call within the sample, from 0.")
+    turn: int = column(6, pa.int32(), "Number of the turn within the episode, from 0.")
+    start: int = column(7, pa.int32(), "Offset in the response of the first new token.")
+    tokens: np.ndarray = column(8, _tokens, "[R] New token ids, as sampled.")
+    rollout_log_probs: np.ndarray = column(
+        9, _floats, "[R] Natural log-probability of each token by the engine, before the update."
+    )
+    sampler_log_probs: np.ndarray | None = column(
+        10,
+        _floats,
+        "[R] What the sampler itself saw, where rollout_log_probs were recomputed by a prefill.",
+        nullable=True,
+    )
+    logprob_mode: str = column(
+        11,
+        pa.string(),
+        "'full': of the whole vocabulary's distribution; 'processed': after top-p/top-k.",
+    )
+    logprob_temperature: float = column(
+        12, pa.float64(), "What the logits were divided by before the log-probabilities were taken."
+    )
+    span_starts: np.ndarray = column(
+        13, _tokens, "[S] First token (offset in this segment) of each weight-version span."
+    )
+    span_ends: np.ndarray = column(14, _tokens, "[S] One past the last token of each span.")
+    span_versions: np.ndarray = column(
+        15,
+        pa.list_(pa.int64()),
+        "[S] The weight version that sampled the span; -1 where the engine did not say.",
+    )
+    temperature: float = column(16, pa.float64(), "Sampling temperature.")
+    top_p: float = column(17, pa.float64(), "Nucleus mass; 1.0 is off.")
+    top_k: int = column(18, pa.int32(), "Number of candidates; -1 is off.")
+    max_new_tokens: int = column(19, pa.int32(), "Limit given to the engine.")
+    stop_token_ids: np.ndarray = column(20, _tokens, "Ids that end the generation.")
+    sampling_seed: int = column(21, pa.int64(), "Seed of this call; see ledger.seeds.")
+    finish_reason: str = column(22, pa.string(), "'stop', 'length' or 'abort'.")
+    engine: str = column(23, pa.string(), "Name of the engine.")
+    engine_version: str = column(24, pa.string(), "Version of the engine.", measurement=True)
+    batch_rows: int | None = column(
+        25, pa.int32(), "Rows of the batch the log-probs were computed in.", nullable=True
+    )
+    batch_width: int | None = column(
+        26, pa.int32(), "Tokens a row of that batch, padding included.", nullable=True
+    )
+    retokenization_drift: int | None = column(
+        27,
+        pa.int32(),
+        "Positions at which decoding and encoding again gives other ids; 0 is none.",
+        nullable=True,
+    )
+    generation_time_s: float | None = column(
+        28, pa.float64(), "Seconds of the engine call (shared by its batch).", nullable=True,
+        measurement=True,
+    )
+    cached_tokens: int | None = column(
+        29, pa.int32(), "Prompt tokens served from the prefix cache.", nullable=True,
+        measurement=True,
+    )
+    request_id: str | None = column(
+        30, pa.string(), "The engine's name of the request.", nullable=True, measurement=True
+    )
+
+
+@event("observation_appended", layout=1)
+class ObservationAppended(Event):
+    """Tokens between segments that nobody sampled: mask 0, no log-probability."""
+
+    index: int = column(1, pa.int64(), "The sample.")
+    rollout_id: int = column(2, pa.int64(), "The execution it belongs to.")
+    turn: int = column(3, pa.int32(), "The turn it ends.")
+    start: int = column(4, pa.int32(), "Offset in the response of its first token.")
+    tokens: np.ndarray = column(5, _tokens, "Token ids.")
+    source: str = column(6, pa.string(), "'tool', 'environment', 'user' or 'system'.")
+    text: str | None = column(7, pa.string(), "The observation as text.", nullable=True)
+
+
+@event("routing_recorded", layout=1)
+class RoutingRecorded(Event):
+    """The experts that each token was sent to. Rows are tokens − 1: the last token is never fed."""
+
+    index: int = column(1, pa.int64(), "The sample.")
+    segment: int = column(2, pa.int32(), "The engine call that reported it.")
+    start: int = column(3, pa.int32(), "First row: position in the whole sequence, prompt included.")
+    rows: int = column(4, pa.int32(), "Token positions covered.")
+    layers: int = column(5, pa.int32(), "Mixture-of-experts layers, in model order.")
+    topk: int = column(6, pa.int32(), "Experts a token.")
+    num_experts: int = column(7, pa.int32(), "Experts a layer.")
+    dtype: str = column(8, pa.string(), "'uint8' up to 256 experts, else 'uint16'.")
+    expert_ids: bytes = column(
+        9, pa.large_binary(), "[rows, layers, topk] ids, C order; order of the top-k kept."
+    )
+    weights: bytes | None = column(
+        10, pa.large_binary(), "[rows, layers, topk] float32 gate weights.", nullable=True
+    )
+
+
+@event("sample_scored", layout=1)
+class SampleScored(Event):
+    """A verifier gave a reward. Scoring again appends; the last one counts."""
+
+    index: int = column(1, pa.int64(), "The sample.")
+    rollout_id: int = column(2, pa.int64(), "The execution it belongs to: its reward counts once.")
+    group_index: int = column(3, pa.int64(), "The prompt's group.")
+    raw_reward: float = column(4, pa.float64(), "What the verifier said.")
+    reward: float = column(5, pa.float64(), "What the estimator gets, after shaping.")
+    part_names: list[str] = column(6, pa.list_(pa.string()), "Names of the parts of the reward.")
+    part_values: np.ndarray = column(7, pa.list_(pa.float64()), "Their values.")
+    verifier: str = column(8, pa.string(), "Name of the reward function.")
+    verifier_version: str = column(9, pa.string(), "Its version.")
+    response_text: str | None = column(
+        10, pa.string(), "The text that was judged.", nullable=True
+    )
+
+
+@event("sample_decided", layout=1)
+class SampleDecided(Event):
+    """Whether a sample goes on to training, and by which rule."""
+
+    index: int = column(1, pa.int64(), "The sample.")
+    rollout_id: int = column(2, pa.int64(), "The execution it belongs to.")
+    group_index: int = column(3, pa.int64(), "The prompt's group.")
+    rollout_step: int = column(4, pa.int64(), "The outer iteration.")
+    decision: str = column(
+        5,
+        pa.string(),
+        "'kept', 'filtered', 'aborted', 'surplus', 'stale', 'recycled' or 'failed'.",
+    )
+    reason: str = column(6, pa.string(), "Why, in a few words; empty for 'kept'.")
+    rule: str = column(7, pa.string(), "The filter or setting that decided.")

@@ -1,0 +1,118 @@
+"""What a training run can be told, as frozen data. Names as in slime and Megatron.
+
+Each class is validated where it is made, and turned into canonical JSON by `ledger.canonical`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ledger.errors import InvalidArgument, explain
+
+__all__ = ["AlgorithmSettings", "BatchSettings", "OptimizerSettings", "ParallelSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSettings:
+    """Sizes of Megatron's process groups."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """Megatron's Adam, gradient clipping and learning-rate schedule."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_decay_style: str = "constant"
+    lr_decay_iters: int | None = None
+    lr_warmup_iters: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSettings:
+    """How rewards become advantages, and advantages a loss."""
+
+    advantage_estimator: str = "grpo"
+    """A name in `trainer.algorithms.advantages.ESTIMATORS`."""
+    policy_loss: str = "ppo_clip"
+    """A name in `trainer.algorithms.losses.POLICY_LOSSES`."""
+    grpo_std_normalization: bool = True
+    normalize_advantages: bool = False
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    """None: as eps_clip."""
+    eps_clip_c: float | None = None
+    """Dual clip, above 1; None: off."""
+    kl_coef: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k1"
+    entropy_coef: float = 0.0
+    calculate_per_token_loss: bool = False
+    use_rollout_logprobs: bool = False
+    """Old log-probs are the engine's instead of the trainer's before the step."""
+    rollout_temperature: float = 1.0
+    """Logits are divided by it before log-probabilities are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """Sizes of a step, and the identity that ties them to the rollout."""
+
+    rollout_batch_size: int
+    """Prompts (groups) of a rollout step."""
+    n_samples_per_prompt: int
+    global_batch_size: int
+    """Samples of an optimizer step."""
+    num_steps_per_rollout: int
+    micro_batch_size: int
+    """Rows of a micro-batch."""
+    seq_length: int | None = None
+    """Tokens a row; None: the longest sample of the step."""
+
+    def __post_init__(self) -> None:
+        """Check the batch identity; raises InvalidArgument."""
+        for name in (
+            "rollout_batch_size",
+            "n_samples_per_prompt",
+            "global_batch_size",
+            "num_steps_per_rollout",
+            "micro_batch_size",
+        ):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(
+                    explain(
+                        "checking the batch sizes",
+                        on=f"--{name.replace('_', '-')}",
+                        expected="at least 1",
+                        found=getattr(self, name),
+                    )
+                )
+        made = self.rollout_batch_size * self.n_samples_per_prompt
+        used = self.global_batch_size * self.num_steps_per_rollout
+        if made != used:
+            raise InvalidArgument(
+                explain(
+                    "checking the batch identity",
+                    on="rollout_batch_size × n_samples_per_prompt = "
+                    "global_batch_size × num_steps_per_rollout",
+                    expected=f"{self.rollout_batch_size} × {self.n_samples_per_prompt} = {made} "
+                    "samples made by a rollout step",
+                    found=f"{self.global_batch_size} × {self.num_steps_per_rollout} = {used} "
+                    "samples used by its optimizer steps",
+                    do="change --global-batch-size or --num-steps-per-rollout so that both sides "
+                    "are equal",
+                )
+            )
