@@ -5,6 +5,7 @@
 
 from ledger.events.rollout import (
     UNKNOWN_VERSION,
+    EvalScored,
     ObservationAppended,
     PromptIssued,
     RoutingRecorded,
@@ -22,6 +23,7 @@ __all__ = [
     "BranchForked",
     "CheckpointSaved",
     "Column",
+    "EvalScored",
     "Event",
     "ObservationAppended",
     "PromptIssued",

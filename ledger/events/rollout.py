@@ -14,6 +14,7 @@ from ledger.fields import Event, column, event
 
 __all__ = [
     "UNKNOWN_VERSION",
+    "EvalScored",
     "ObservationAppended",
     "PromptIssued",
     "RoutingRecorded",
@@ -116,11 +117,17 @@ class SegmentGenerated(Event):
         nullable=True,
     )
     generation_time_s: float | None = column(
-        28, pa.float64(), "Seconds of the engine call (shared by its batch).", nullable=True,
+        28,
+        pa.float64(),
+        "Seconds of the engine call (shared by its batch).",
+        nullable=True,
         measurement=True,
     )
     cached_tokens: int | None = column(
-        29, pa.int32(), "Prompt tokens served from the prefix cache.", nullable=True,
+        29,
+        pa.int32(),
+        "Prompt tokens served from the prefix cache.",
+        nullable=True,
         measurement=True,
     )
     request_id: str | None = column(
@@ -147,7 +154,9 @@ class RoutingRecorded(Event):
 
     index: int = column(1, pa.int64(), "The sample.")
     segment: int = column(2, pa.int32(), "The engine call that reported it.")
-    start: int = column(3, pa.int32(), "First row: position in the whole sequence, prompt included.")
+    start: int = column(
+        3, pa.int32(), "First row: position in the whole sequence, prompt included."
+    )
     rows: int = column(4, pa.int32(), "Token positions covered.")
     layers: int = column(5, pa.int32(), "Mixture-of-experts layers, in model order.")
     topk: int = column(6, pa.int32(), "Experts a token.")
@@ -174,9 +183,7 @@ class SampleScored(Event):
     part_values: np.ndarray = column(7, pa.list_(pa.float64()), "Their values.")
     verifier: str = column(8, pa.string(), "Name of the reward function.")
     verifier_version: str = column(9, pa.string(), "Its version.")
-    response_text: str | None = column(
-        10, pa.string(), "The text that was judged.", nullable=True
-    )
+    response_text: str | None = column(10, pa.string(), "The text that was judged.", nullable=True)
 
 
 @event("sample_decided", layout=1)
@@ -194,3 +201,24 @@ class SampleDecided(Event):
     )
     reason: str = column(6, pa.string(), "Why, in a few words; empty for 'kept'.")
     rule: str = column(7, pa.string(), "The filter or setting that decided.")
+
+
+@event("eval_scored", layout=1)
+class EvalScored(Event):
+    """A weight version was measured on prompts that it does not train on. N is their number."""
+
+    weight_version: int = column(1, pa.int64(), "The version that was measured.")
+    name: str = column(2, pa.string(), "Name of the evaluation.")
+    source: str = column(3, pa.string(), "The task or data set, with its settings.")
+    source_rows: np.ndarray = column(4, pa.list_(pa.int64()), "[N] Rows in the source.")
+    rewards: np.ndarray = column(5, pa.list_(pa.float64()), "[N] Raw rewards.")
+    response_tokens: list[np.ndarray] = column(
+        6, pa.list_(_tokens), "[N] Sampled token ids of each response."
+    )
+    mean_reward: float = column(7, pa.float64(), "Mean of `rewards`.")
+    temperature: float = column(8, pa.float64(), "Sampling temperature; 0 is greedy.")
+    seed: int = column(9, pa.int64(), "Root of the sampling seeds.")
+    verifier: str = column(10, pa.string(), "Name of the reward function.")
+    eval_time_s: float | None = column(
+        11, pa.float64(), "Seconds it took.", nullable=True, measurement=True
+    )

@@ -63,6 +63,4 @@ class BranchForked(Event):
     )
     weight_version: int = column(4, pa.int64(), "The version it starts from.")
     settings: str = column(5, pa.string(), "JSON: every setting of the branch, as in run_started.")
-    data: str = column(
-        6, pa.string(), "Which trajectories it trains on: 'recorded' or 'fresh'."
-    )
+    data: str = column(6, pa.string(), "Which trajectories it trains on: 'recorded' or 'fresh'.")

@@ -81,7 +81,10 @@ class StepCommitted(Event):
         26, pa.float64(), "Seconds from SQL to tensors.", nullable=True, measurement=True
     )
     train_time_s: float | None = column(
-        27, pa.float64(), "Seconds of forward, backward and optimizer.", nullable=True,
+        27,
+        pa.float64(),
+        "Seconds of forward, backward and optimizer.",
+        nullable=True,
         measurement=True,
     )
     digest_time_s: float | None = column(
@@ -107,15 +110,15 @@ class WeightsPublished(Event):
     root: bytes = column(8, pa.binary(32), "blake3 over names, dtypes, shapes and checksums.")
     size_bytes: int = column(9, pa.int64(), "Bytes of all tensors.")
     shard_ranges: str | None = column(
-        10, pa.string(), "JSON: what each serving shard holds, where it is not everything.",
+        10,
+        pa.string(),
+        "JSON: what each serving shard holds, where it is not everything.",
         nullable=True,
     )
     location: str | None = column(
         11, pa.string(), "Where the bytes lie, if anywhere.", nullable=True, measurement=True
     )
-    transport: str = column(
-        12, pa.string(), "'none', 'memory', 'disk', …", measurement=True
-    )
+    transport: str = column(12, pa.string(), "'none', 'memory', 'disk', …", measurement=True)
     acknowledged_by: list[str] = column(
         13, _names, "Engines whose own checksum equals `root`.", measurement=True
     )
@@ -126,14 +129,26 @@ class WeightsPublished(Event):
 
 @event("checkpoint_saved", layout=1)
 class CheckpointSaved(Event):
-    """The whole state of a version was written: weights, optimizer, scheduler, random state."""
+    """The whole state of a version was written: weights, optimizer, scheduler, random state.
 
-    weight_version: int = column(1, pa.int64(), "The version.")
-    step: int | None = column(2, pa.int64(), "The step that made it; NULL for the first.", nullable=True)
-    weights_root: bytes = column(3, pa.binary(32), "As in weights_published.")
-    optimizer_digest: bytes = column(4, pa.binary(32), "As in step_committed.")
-    random_state_digest: bytes = column(5, pa.binary(32), "As in step_committed.")
-    format: str = column(6, pa.string(), "Stable name of the checkpoint's format.")
+    All of it is measurement: a checkpoint is a copy of a state that the steps already determine, and
+    how often one is taken does not change what happened.
+    """
+
+    weight_version: int = column(1, pa.int64(), "The version.", measurement=True)
+    step: int | None = column(
+        2,
+        pa.int64(),
+        "The step that made it; NULL for the first.",
+        nullable=True,
+        measurement=True,
+    )
+    weights_root: bytes = column(3, pa.binary(32), "As in weights_published.", measurement=True)
+    optimizer_digest: bytes = column(4, pa.binary(32), "As in step_committed.", measurement=True)
+    random_state_digest: bytes = column(5, pa.binary(32), "As in step_committed.", measurement=True)
+    format: str = column(
+        6, pa.string(), "Stable name of the checkpoint's format.", measurement=True
+    )
     location: str = column(
         7, pa.string(), "Its folder, relative to the ledger or absolute.", measurement=True
     )
