@@ -3,7 +3,7 @@
     LedgerError
     ├── InvalidEvent        an event breaks its layout or an invariant (also a ValueError)
     ├── InvalidArgument     a setting or an argument cannot work (also a ValueError)
-    ├── NotFound            a run, branch, version, checkpoint or file is not there (also a LookupError)
+    ├── NotFound            a run, branch, version or file is not there (also a LookupError)
     ├── AlreadyExists       creating what is there already (also a FileExistsError)
     ├── Conflict            the catalog refuses a commit (also a RuntimeError)
     │   ├── IdempotencyConflict   same key, other content
@@ -14,9 +14,9 @@
     ├── Diverged            a replay or a weight transfer gave other bits (also an ArithmeticError)
     └── MissingDependency   something that must be installed first (also an ImportError)
 
-Each is also a standard exception, so that callers need not import this module to catch it. A message
-says what was tried, on what, what was expected, what was found and what to do; `explain` builds it.
-All are picklable: their only state is the message.
+Each is also a standard exception, so that callers need not import this module to catch it. A
+message says what was tried, on what, what was expected, what was found and what to do; `explain`
+builds it. All are picklable: their only state is the message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LedgerError(Exception):
 
 
 class InvalidEvent(LedgerError, ValueError):
-    """An event does not fit its layout, or breaks one of the four invariants. Nothing was stored."""
+    """An event does not fit its layout, or breaks an invariant. Nothing was stored."""
 
 
 class InvalidArgument(LedgerError, ValueError):
@@ -101,8 +101,8 @@ def explain(
 ) -> str:
     """Build a message that answers the five questions a reader has at night.
 
-    `tried` what was being done; `on` the file, row or setting it was done to; `expected` and `found`
-    the two sides of the disagreement; `do` the next action that helps.
+    `tried` what was being done; `on` the file, row or setting it was done to; `expected` and
+    `found` the two sides of the disagreement; `do` the next action that helps.
     """
     lines = [tried if on is None else f"{tried}: {on}"]
     if expected is not None:

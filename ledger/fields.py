@@ -4,10 +4,10 @@
     class SampleScored(Event):
         index: int = column(1, pa.int64(), "The sample that was scored.")
 
-The Arrow schema, the DuckDB view and the documentation derive from these declarations (`schema.py`).
-A column is *content* unless it says `measurement=True`: wall-clock times, hosts, throughput, names of
-runs, places of files. Measurements are chained like everything else, but the content digest, by which
-two runs are compared, leaves them out.
+The Arrow schema, the DuckDB view and the documentation derive from these declarations
+(`schema.py`). A column is *content* unless it says `measurement=True`: wall-clock times, hosts,
+throughput, names of runs, places of files. Measurements are chained like everything else, but the
+content digest, by which two runs are compared, leaves them out.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def column(
 ) -> Any:
     """Declare a column. A nullable one defaults to None; the others must be given."""
     metadata = {
-        _KEY: dict(
-            field_id=field_id,
-            type=arrow_type,
-            doc=doc,
-            nullable=nullable,
-            measurement=measurement,
-            since=since,
-        )
+        _KEY: {
+            "field_id": field_id,
+            "type": arrow_type,
+            "doc": doc,
+            "nullable": nullable,
+            "measurement": measurement,
+            "since": since,
+        }
     }
     if nullable:
         return dataclasses.field(default=None, metadata=metadata)
@@ -86,7 +86,7 @@ _E = TypeVar("_E", bound=Event)
 
 
 def event(kind: str, *, layout: int) -> Any:
-    """Class decorator: make a frozen, slotted, keyword-only dataclass and register it under `kind`."""
+    """Class decorator: a frozen, slotted, keyword-only dataclass, registered under `kind`."""
 
     def decorate(cls: type[_E]) -> type[_E]:
         made = dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)(cls)

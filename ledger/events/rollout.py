@@ -1,8 +1,8 @@
-"""Events of the rollout side: prompts, generated segments, observations, routing, scores, decisions.
+"""Events of the rollout side: prompts, segments, observations, routing, scores, decisions.
 
-A sample's sequence is its prompt followed by its response. The response is made of pieces — segments
-(sampled by the engine) and observations (everything else) — each of which says at which response
-offset it begins (`start`), so that a missing piece shows as a hole.
+A sample's sequence is its prompt followed by its response. The response is made of pieces —
+segments (sampled by the engine) and observations (everything else) — each of which says at which
+response offset it begins (`start`), so that a missing piece shows as a hole.
 """
 
 from __future__ import annotations

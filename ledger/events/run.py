@@ -38,7 +38,7 @@ class RunStarted(Event):
 
 @event("run_resumed", layout=1)
 class RunResumed(Event):
-    """A run went on in a new process. All of it is measurement: an interrupted run is the same run."""
+    """A run went on in a new process. All measurement: an interrupted run is the same run."""
 
     run_id: str = column(1, pa.string(), "Name of the run.", measurement=True)
     weight_version: int = column(

@@ -40,7 +40,7 @@ class SignalRecorded(Event):
 
 @event("step_committed", layout=1)
 class StepCommitted(Event):
-    """One optimizer step: what it consumed, with which settings, and the digests of what came out."""
+    """One optimizer step: what it consumed, its settings, and the digests of what came out."""
 
     step: int = column(1, pa.int64(), "Number of the step on its branch, from 0.")
     rollout_step: int = column(2, pa.int64(), "The outer iteration it trained on.")
@@ -94,7 +94,7 @@ class StepCommitted(Event):
 
 @event("weights_published", layout=1)
 class WeightsPublished(Event):
-    """A weight version came into being. Names are canonical Hugging Face names; N is their number."""
+    """A weight version came into being. N tensors, under canonical Hugging Face names."""
 
     weight_version: int = column(1, pa.int64(), "Unique in the run, across branches.")
     parent_version: int | None = column(
@@ -131,8 +131,8 @@ class WeightsPublished(Event):
 class CheckpointSaved(Event):
     """The whole state of a version was written: weights, optimizer, scheduler, random state.
 
-    All of it is measurement: a checkpoint is a copy of a state that the steps already determine, and
-    how often one is taken does not change what happened.
+    All of it is measurement: a checkpoint is a copy of a state that the steps already determine,
+    and how often one is taken does not change what happened.
     """
 
     weight_version: int = column(1, pa.int64(), "The version.", measurement=True)
