@@ -77,6 +77,47 @@ class AlgorithmSettings:
     rollout_temperature: float = 1.0
     """Logits are divided by it before log-probabilities are taken."""
 
+    def __post_init__(self) -> None:
+        """Check what can be checked without the registries; raises InvalidArgument."""
+        high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        for setting, expected, value, right in (
+            ("--eps-clip", "within [0, 1]", self.eps_clip, 0 <= self.eps_clip <= 1),
+            ("--eps-clip-high", "at least 0", high, high >= 0),
+            (
+                "--eps-clip-c",
+                "above 1, or nothing for no dual clip",
+                self.eps_clip_c,
+                self.eps_clip_c is None or self.eps_clip_c > 1,
+            ),
+            (
+                "--rollout-temperature",
+                "above 0",
+                self.rollout_temperature,
+                self.rollout_temperature > 0,
+            ),
+            (
+                "--kl-coef with --kl-loss-coef",
+                "one of them at 0: the KL belongs into the reward or into the loss",
+                f"{self.kl_coef} and {self.kl_loss_coef}",
+                self.kl_coef == 0 or self.kl_loss_coef == 0,
+            ),
+            (
+                "--kl-loss-coef",
+                "0 without --use-kl-loss",
+                self.kl_loss_coef,
+                self.use_kl_loss or self.kl_loss_coef == 0,
+            ),
+        ):
+            if not right:
+                raise InvalidArgument(
+                    explain(
+                        "checking the algorithm settings",
+                        on=setting,
+                        expected=expected,
+                        found=value,
+                    )
+                )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
