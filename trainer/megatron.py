@@ -1,0 +1,63 @@
+"""Everything this package takes from Megatron-Core, behind the CPU shim.
+
+Import Megatron's names from here, so that the shim is installed first and one glance shows what we
+depend on.
+"""
+
+# ruff: noqa: E402 - the shim must be installed before these imports.
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from trainer import cpu_shim
+
+cpu_shim.install()
+# Its warnings are about its own defaults, old names and coming signatures; nobody here can act on them.
+warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from megatron.core import __version__ as megatron_version
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "RouterReplay",
+    "RouterReplayAction",
+    "TransformerConfig",
+    "finalize_model_grads",
+    "get_cuda_rng_tracker",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "megatron_version",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+    "unwrap",
+]
+
+
+def unwrap(model: Any) -> GPTModel:
+    """The GPTModel inside Megatron's wrappers (DistributedDataParallel and its like)."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model
