@@ -1,0 +1,130 @@
+"""The batch of a step: everything that enters it, as flat arrays read from the ledger's events.
+
+B samples, T tokens of all prompts and responses one after the other, N response tokens likewise. The
+order of samples is the one asked for; no token ever becomes a Python object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from ledger.errors import InvalidArgument, explain
+from ledger.views import TableSource
+from trainer.batch_pieces import read_pieces
+from trainer.batch_routing import read_routing
+from trainer.batch_scores import read_scores
+
+__all__ = ["Batch", "batch_digest", "load_batch"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Batch:
+    """The samples of one step, as recorded. Arrays are read-only by convention."""
+
+    indices_B: npt.NDArray[np.int64]
+    """The samples, in training order."""
+    group_index_B: npt.NDArray[np.int64]
+    rollout_id_B: npt.NDArray[np.int64]
+    rewards_B: npt.NDArray[np.float64]
+    """What the estimator gets: of the last score of each sample."""
+    raw_rewards_B: npt.NDArray[np.float64]
+    prompt_lengths_B: npt.NDArray[np.int64]
+    response_lengths_B: npt.NDArray[np.int64]
+    tokens_T: npt.NDArray[np.int32]
+    """Prompt then response of each sample."""
+    sampled_N: npt.NDArray[np.uint8]
+    """1 where the engine sampled the token, 0 in observations."""
+    loss_mask_N: npt.NDArray[np.uint8]
+    """1 where the token enters the loss."""
+    rollout_log_probs_N: npt.NDArray[np.float32]
+    """By the engine; NaN where nothing was sampled."""
+    weight_versions_N: npt.NDArray[np.int64]
+    """The version that sampled each token; -1 where nothing was sampled or the engine did not say."""
+    logprob_temperatures_B: npt.NDArray[np.float64]
+    """What the engine divided logits by before it took log-probabilities."""
+    logprob_processed_B: npt.NDArray[np.bool_]
+    """True where log-probabilities are of the distribution after top-p and top-k."""
+    truncated_B: npt.NDArray[np.bool_]
+    """True where the response ended at the limit of new tokens."""
+    expert_ids: tuple[npt.NDArray[np.integer], ...] | None
+    """Of each sample [tokens − 1, MoE layers, K]; None where no sample has recorded routing."""
+
+    @property
+    def offsets_T(self) -> npt.NDArray[np.int64]:
+        """[B+1] Sample b is tokens_T[offsets_T[b]:offsets_T[b+1]]."""
+        return _offsets(self.prompt_lengths_B + self.response_lengths_B)
+
+    @property
+    def offsets_N(self) -> npt.NDArray[np.int64]:
+        """[B+1] The response of sample b is offsets_N[b]:offsets_N[b+1] of every array [N]."""
+        return _offsets(self.response_lengths_B)
+
+
+def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+    """Read the samples `indices`, in that order, from what `reader` sees.
+
+    Raises:
+        InvalidArgument: no sample, or one twice.
+        NotFound: a sample without prompt, response or score, named; or samples without routing
+            where others have it.
+        InvalidEvent: pieces of a response, spans or routing rows with a hole or an overlap, named
+            with sample and offsets; segments of a sample that disagree on how log-probabilities
+            were taken.
+    """
+    indices_B = np.asarray(indices, dtype=np.int64)
+    distinct, counts = np.unique(indices_B, return_counts=True)
+    if len(indices_B) == 0 or counts.max() > 1:
+        raise InvalidArgument(
+            explain(
+                "loading the batch of a step",
+                expected="one sample or more, each once",
+                found=f"samples twice or more: {distinct[counts > 1].tolist()}"
+                if len(indices_B)
+                else "none",
+            )
+        )
+    pieces = read_pieces(reader, indices_B)
+    scores = read_scores(reader, indices_B, pieces.rollout_id_B)
+    lengths_B = pieces.prompt_lengths_B + pieces.response_lengths_B
+    return Batch(
+        indices_B=indices_B,
+        group_index_B=pieces.group_index_B,
+        rollout_id_B=pieces.rollout_id_B,
+        rewards_B=scores.rewards_B,
+        raw_rewards_B=scores.raw_rewards_B,
+        prompt_lengths_B=pieces.prompt_lengths_B,
+        response_lengths_B=pieces.response_lengths_B,
+        tokens_T=pieces.tokens_T,
+        sampled_N=pieces.sampled_N,
+        loss_mask_N=pieces.sampled_N,
+        rollout_log_probs_N=pieces.rollout_log_probs_N,
+        weight_versions_N=pieces.weight_versions_N,
+        logprob_temperatures_B=pieces.logprob_temperatures_B,
+        logprob_processed_B=pieces.logprob_processed_B,
+        truncated_B=pieces.truncated_B,
+        expert_ids=read_routing(reader, indices_B, lengths_B),
+    )
+
+
+def batch_digest(batch: Batch, extra: Sequence[tuple[str, npt.NDArray[np.generic]]] = ()) -> bytes:
+    """blake3 (32 bytes) over names, dtypes, shapes and bytes of all arrays of the batch, in order.
+
+    `extra` are arrays that enter the step besides, such as the old log-probs of a later step of a
+    rollout. Floats count by their bits.
+    """
+    digest = blake3(b"trainer.batch.1")
+    named = [(f.name, getattr(batch, f.name)) for f in fields(batch) if f.name != "expert_ids"]
+    routing = [("expert_ids", ids) for ids in batch.expert_ids or ()]
+    for name, array in [*named, *routing, *extra]:
+        digest.update(f"\x1f{name}:{array.dtype.str}:{array.shape}\x1f".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    return digest.digest()
+
+
+def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -1,0 +1,255 @@
+"""Puts the pieces of samples together: prompts, segments, observations, checked for holes.
+
+One query orders all pieces by sample and start; their tokens, one after the other, then *are* the
+flat batch, and whatever is per piece is repeated by lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ledger.errors import InvalidEvent, NotFound, explain
+from ledger.events import UNKNOWN_VERSION
+from ledger.views import TableSource, register_views
+
+__all__ = ["Pieces", "read_pieces"]
+
+_PROMPT, _SEGMENT, _OBSERVATION = 0, 1, 2
+
+_SQL = """
+WITH prompts AS (
+    SELECT group_index, unnest(indices) AS index, unnest(rollout_ids) AS rollout_id, tokens
+    FROM prompt_issued
+)
+SELECT position, 0 AS kind, 0 AS start, 0 AS segment, rollout_id, group_index, tokens,
+       NULL AS rollout_log_probs, NULL AS span_starts, NULL AS span_ends, NULL AS span_versions,
+       NULL AS logprob_temperature, NULL AS processed, NULL AS truncated
+FROM wanted JOIN prompts USING (index)
+UNION ALL
+SELECT position, 1, start, segment, rollout_id, group_index, tokens,
+       rollout_log_probs, span_starts, span_ends, span_versions,
+       logprob_temperature, logprob_mode <> 'full', finish_reason = 'length'
+FROM wanted JOIN segment_generated USING (index)
+UNION ALL
+SELECT position, 2, start, -1, rollout_id, NULL, tokens, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+FROM wanted JOIN observation_appended USING (index)
+ORDER BY position, CAST(kind <> 0 AS INTEGER), start, segment
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pieces:
+    """What the events say about the sequences of B samples; fields as in `Batch`."""
+
+    group_index_B: npt.NDArray[np.int64]
+    rollout_id_B: npt.NDArray[np.int64]
+    prompt_lengths_B: npt.NDArray[np.int64]
+    response_lengths_B: npt.NDArray[np.int64]
+    tokens_T: npt.NDArray[np.int32]
+    sampled_N: npt.NDArray[np.uint8]
+    rollout_log_probs_N: npt.NDArray[np.float32]
+    weight_versions_N: npt.NDArray[np.int64]
+    logprob_temperatures_B: npt.NDArray[np.float64]
+    logprob_processed_B: npt.NDArray[np.bool_]
+    truncated_B: npt.NDArray[np.bool_]
+
+
+def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces:
+    """Read and join the pieces of the samples; raises as `load_batch` does."""
+    table = _query(reader, indices_B)
+    n_samples = len(indices_B)
+    position_P = _numbers(table, "position", np.int64)
+    kind_P = _numbers(table, "kind", np.int64)
+    start_P = _numbers(table, "start", np.int64)
+    tokens_T, lengths_P = _lists(table, "tokens", np.int32)
+    prompt_P, segment_P = kind_P == _PROMPT, kind_P == _SEGMENT
+
+    prompts_B = np.bincount(position_P[prompt_P], minlength=n_samples)
+    segments_B = np.bincount(position_P[segment_P], minlength=n_samples)
+    for name, counts_B in (("prompt_issued", prompts_B), ("segment_generated", segments_B)):
+        if (counts_B == 0).any():
+            raise NotFound(
+                explain(
+                    "loading the batch of a step",
+                    on=f"samples {indices_B[counts_B == 0].tolist()}",
+                    expected=f"a {name} event of each on this branch",
+                    found="none",
+                )
+            )
+    if (prompts_B > 1).any():
+        raise _invalid(indices_B, int(prompts_B.argmax()), "one prompt", f"{prompts_B.max()}")
+    _check_tiling(indices_B, position_P, prompt_P, start_P, lengths_P)
+
+    prompt_lengths_B = lengths_P[prompt_P]
+    response_lengths_B = np.bincount(
+        position_P[~prompt_P], weights=lengths_P[~prompt_P], minlength=n_samples
+    ).astype(np.int64)
+    if (prompt_lengths_B == 0).any():
+        empty = int(prompt_lengths_B.argmin())
+        raise _invalid(indices_B, empty, "a prompt of one token or more", "an empty one")
+
+    sampled_N = np.repeat(segment_P[~prompt_P], lengths_P[~prompt_P])
+    log_probs, log_prob_lengths_P = _lists(table, "rollout_log_probs", np.float32)
+    versions = _token_versions(table, indices_B, position_P, segment_P, lengths_P)
+    wrong = np.flatnonzero(segment_P & (log_prob_lengths_P != lengths_P))
+    if len(wrong):
+        raise _invalid(
+            indices_B,
+            int(position_P[wrong[0]]),
+            f"{lengths_P[wrong[0]]} log-probs in the segment at offset {start_P[wrong[0]]}",
+            f"{log_prob_lengths_P[wrong[0]]}",
+        )
+    rollout_log_probs_N = np.full(len(sampled_N), np.nan, np.float32)
+    rollout_log_probs_N[sampled_N] = log_probs
+    weight_versions_N = np.full(len(sampled_N), UNKNOWN_VERSION, np.int64)
+    weight_versions_N[sampled_N] = versions
+
+    last_B = np.zeros(n_samples, np.int64)
+    last_B[position_P[segment_P]] = np.flatnonzero(segment_P)
+    per_sample: dict[str, npt.NDArray[Any]] = {}
+    for column, dtype in (("logprob_temperature", np.float64), ("processed", np.bool_)):
+        values_P = _numbers(table, column, dtype)
+        per_sample[column] = values_P[last_B]
+        differs = np.flatnonzero(segment_P & (values_P != values_P[last_B][position_P]))
+        if len(differs):
+            raise _invalid(
+                indices_B,
+                int(position_P[differs[0]]),
+                f"one {column} in all segments",
+                f"{values_P[differs[0]]} and {values_P[last_B][position_P[differs[0]]]}",
+            )
+    rollout_P = _numbers(table, "rollout_id", np.int64)
+    rollout_id_B = rollout_P[prompt_P]
+    strangers = np.flatnonzero(rollout_P != rollout_id_B[position_P])
+    if len(strangers):
+        position = int(position_P[strangers[0]])
+        raise _invalid(
+            indices_B, position, f"rollout_id {rollout_id_B[position]}", rollout_P[strangers[0]]
+        )
+    return Pieces(
+        group_index_B=_numbers(table, "group_index", np.int64)[prompt_P],
+        rollout_id_B=rollout_id_B,
+        prompt_lengths_B=prompt_lengths_B,
+        response_lengths_B=response_lengths_B,
+        tokens_T=tokens_T,
+        sampled_N=sampled_N.astype(np.uint8),
+        rollout_log_probs_N=rollout_log_probs_N,
+        weight_versions_N=weight_versions_N,
+        logprob_temperatures_B=per_sample["logprob_temperature"],
+        logprob_processed_B=per_sample["processed"],
+        truncated_B=_numbers(table, "truncated", np.bool_)[last_B],
+    )
+
+
+def _query(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> pa.Table:
+    with duckdb.connect() as con:
+        register_views(
+            con, reader, only=("prompt_issued", "segment_generated", "observation_appended")
+        )
+        wanted = {"index": indices_B, "position": np.arange(len(indices_B), dtype=np.int64)}
+        con.register("wanted", pa.table(wanted))
+        return con.sql(_SQL).to_arrow_table()
+
+
+def _check_tiling(
+    indices_B: npt.NDArray[np.int64],
+    position_P: npt.NDArray[np.int64],
+    prompt_P: npt.NDArray[np.bool_],
+    start_P: npt.NDArray[np.int64],
+    lengths_P: npt.NDArray[np.int64],
+) -> None:
+    """Each piece of a response begins where the one before ends. Pieces are in order."""
+    response_lengths_P = np.where(prompt_P, 0, lengths_P)
+    ends_P = np.cumsum(response_lengths_P)
+    begins_P = ends_P - response_lengths_P
+    # What came before the sample's first piece, its prompt, is subtracted.
+    expected_P = begins_P - begins_P[prompt_P][position_P]
+    wrong = np.flatnonzero(~prompt_P & (start_P != expected_P))
+    if len(wrong):
+        piece = wrong[0]
+        what = "a hole" if start_P[piece] > expected_P[piece] else "an overlap"
+        raise _invalid(
+            indices_B,
+            int(position_P[piece]),
+            f"the next piece of the response at offset {expected_P[piece]}",
+            f"{what}: it starts at offset {start_P[piece]}",
+        )
+
+
+def _token_versions(
+    table: pa.Table,
+    indices_B: npt.NDArray[np.int64],
+    position_P: npt.NDArray[np.int64],
+    segment_P: npt.NDArray[np.bool_],
+    lengths_P: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """The version of each sampled token, from the spans; they must tile each segment."""
+    starts_S, n_spans_P = _lists(table, "span_starts", np.int64)
+    ends_S, n_ends_P = _lists(table, "span_ends", np.int64)
+    versions_S, n_versions_P = _lists(table, "span_versions", np.int64)
+    uneven = np.flatnonzero((n_spans_P != n_ends_P) | (n_spans_P != n_versions_P))
+    if len(uneven):
+        raise _invalid(
+            indices_B,
+            int(position_P[uneven[0]]),
+            "as many span starts as ends and versions",
+            f"{n_spans_P[uneven[0]]}, {n_ends_P[uneven[0]]}, {n_versions_P[uneven[0]]}",
+        )
+    piece_S = np.repeat(np.arange(len(lengths_P)), n_spans_P)
+    first_S = np.concatenate([[True], piece_S[1:] != piece_S[:-1]])[: len(piece_S)]
+    expected_S = np.where(first_S, 0, np.concatenate([[0], ends_S[:-1]])[: len(ends_S)])
+    covered_P = np.zeros(len(lengths_P), np.int64)
+    covered_P[piece_S] = ends_S  # the last span of each piece stays
+    wrong_spans = np.flatnonzero((starts_S != expected_S) | (ends_S < starts_S))
+    wrong_pieces = np.flatnonzero(segment_P & (covered_P != lengths_P))
+    if len(wrong_spans) or len(wrong_pieces):
+        piece = int(piece_S[wrong_spans[0]] if len(wrong_spans) else wrong_pieces[0])
+        here = piece_S == piece
+        raise _invalid(
+            indices_B,
+            int(position_P[piece]),
+            f"weight-version spans that cover 0..{lengths_P[piece]} without hole or overlap",
+            f"starts {starts_S[here].tolist()}, ends {ends_S[here].tolist()}",
+        )
+    return np.repeat(versions_S, ends_S - starts_S)
+
+
+def _invalid(
+    indices_B: npt.NDArray[np.int64], position: int, expected: object, found: object
+) -> InvalidEvent:
+    return InvalidEvent(
+        explain(
+            "putting the pieces of a sample together",
+            on=f"sample {indices_B[position]}",
+            expected=expected,
+            found=found,
+            do="look at `ledger sql` on segment_generated and observation_appended of this index",
+        )
+    )
+
+
+def _numbers(table: pa.Table, column: str, dtype: Any) -> npt.NDArray[Any]:
+    """A column as numpy; NULL (in rows that do not have it) becomes 0."""
+    array = table.column(column).combine_chunks()
+    if array.null_count:
+        array = array.fill_null(False if pa.types.is_boolean(array.type) else 0)
+    return np.asarray(array.to_numpy(zero_copy_only=False), dtype)
+
+
+def _lists(
+    table: pa.Table, column: str, dtype: Any
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """A list column as (values of all rows, length of each row); NULL is an empty row."""
+    array = table.column(column).combine_chunks()
+    if array.null_count:
+        lengths = np.asarray(array.value_lengths().fill_null(0).to_numpy(), np.int64)
+    else:
+        lengths = np.diff(np.asarray(array.offsets.to_numpy(), np.int64))
+    values = array.flatten()  # leaves out what lies under a NULL
+    return np.asarray(values.to_numpy(zero_copy_only=False), dtype), lengths
