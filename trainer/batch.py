@@ -1,7 +1,7 @@
 """The batch of a step: everything that enters it, as flat arrays read from the ledger's events.
 
-B samples, T tokens of all prompts and responses one after the other, N response tokens likewise. The
-order of samples is the one asked for; no token ever becomes a Python object.
+B samples, T tokens of all prompts and responses one after the other, N response tokens likewise.
+The order of samples is the one asked for; no token ever becomes a Python object.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Batch:
     rollout_log_probs_N: npt.NDArray[np.float32]
     """By the engine; NaN where nothing was sampled."""
     weight_versions_N: npt.NDArray[np.int64]
-    """The version that sampled each token; -1 where nothing was sampled or the engine did not say."""
+    """The version that sampled each token; -1: nothing was sampled, or the engine did not say."""
     logprob_temperatures_B: npt.NDArray[np.float64]
     """What the engine divided logits by before it took log-probabilities."""
     logprob_processed_B: npt.NDArray[np.bool_]
@@ -55,12 +55,12 @@ class Batch:
     """Of each sample [tokens − 1, MoE layers, K]; None where no sample has recorded routing."""
 
     @property
-    def offsets_T(self) -> npt.NDArray[np.int64]:
+    def offsets_T(self) -> npt.NDArray[np.int64]:  # noqa: N802
         """[B+1] Sample b is tokens_T[offsets_T[b]:offsets_T[b+1]]."""
         return _offsets(self.prompt_lengths_B + self.response_lengths_B)
 
     @property
-    def offsets_N(self) -> npt.NDArray[np.int64]:
+    def offsets_N(self) -> npt.NDArray[np.int64]:  # noqa: N802
         """[B+1] The response of sample b is offsets_N[b]:offsets_N[b+1] of every array [N]."""
         return _offsets(self.response_lengths_B)
 

@@ -250,6 +250,7 @@ def _lists(
     if array.null_count:
         lengths = np.asarray(array.value_lengths().fill_null(0).to_numpy(), np.int64)
     else:
-        lengths = np.diff(np.asarray(array.offsets.to_numpy(), np.int64))
+        offsets: npt.NDArray[np.int64] = np.asarray(array.offsets.to_numpy(), np.int64)
+        lengths = offsets[1:] - offsets[:-1]
     values = array.flatten()  # leaves out what lies under a NULL
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype), lengths

@@ -15,7 +15,7 @@ from ledger.views import TableSource
 __all__ = ["read_routing"]
 
 _COLUMNS = ("index", "start", "rows", "layers", "topk", "num_experts", "dtype", "expert_ids")
-_DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
 
 
 def read_routing(
@@ -102,7 +102,7 @@ def _invalid(index: int, expected: object, found: object) -> InvalidEvent:
             on=f"sample {index}",
             expected=expected,
             found=found,
-            do="a missing turn or an aborted call leaves such a hole; this sample cannot be trained "
-            "with routing replay",
+            do="a missing turn or an aborted call leaves such a hole; this sample cannot be "
+            "trained with routing replay",
         )
     )

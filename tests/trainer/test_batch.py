@@ -183,7 +183,7 @@ def samples(draw):
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(samples(), st.randoms(use_true_random=False))
 def test_any_samples_in_any_order(made, random):
-    """Events shuffled, samples asked for in another order: every token and reward is in its place."""
+    """Events shuffled, samples in another order: every token and reward is in its place."""
     events = [prompt(range(len(made)), [1, 2])]
     tokens, masks = [], []
     for index, pieces in enumerate(made):

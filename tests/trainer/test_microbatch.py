@@ -1,0 +1,105 @@
+"""Micro-batches: fixed shape, recorded partition, each token in the column that predicts it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ledger.errors import InvalidArgument
+from tests.trainer.memory import MemoryReader, prompt, routing, score, segment
+from trainer.batch import Batch, load_batch
+from trainer.microbatch import cut, partition
+
+
+def make_batch(prompts, responses, *, routed=False) -> Batch:
+    events = []
+    for index, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        base = 100 * index
+        events.append(prompt([index], np.arange(base, base + p), group=index))
+        events.append(segment(index, np.arange(base + p, base + p + r)))
+        events.append(score(index, index))
+        if routed:
+            ids = np.arange((p + r - 1) * 2 * 2).reshape(-1, 2, 2) % 4
+            events.append(routing(index, ids))
+    return load_batch(MemoryReader(events), range(len(prompts)))
+
+
+def plan(batch, **sizes):
+    lengths = batch.prompt_lengths_B + batch.response_lengths_B
+    return partition(lengths, batch.indices_B, **({"seq_length": None} | sizes))
+
+
+def test_three_samples_in_rows_of_two():
+    batch = make_batch([2, 1, 1], [1, 3, 1])
+    made = plan(batch, micro_batch_size=2)
+    assert made.offsets_M.tolist() == [0, 2, 3]
+    assert made.ranks_M.tolist() == [0, 0]
+    assert (made.rows, made.width) == (2, 4)
+    first, last = cut(batch, made, made.of_rank(0))
+    assert first.tokens_BT.tolist() == [[0, 1, 2, 0], [100, 101, 102, 103]]
+    assert first.response_BT.tolist() == [[False, True, False], [True, True, True]]
+    assert last.tokens_BT.tolist() == [[200, 201, 0, 0], [0, 0, 0, 0]]
+    assert last.response_BT.tolist() == [[True, False, False], [False, False, False]]
+    assert (last.samples, last.responses) == (slice(2, 3), slice(4, 5))
+    values = np.arange(5, dtype=np.float32) + 1
+    assert first.place(values).tolist() == [[0, 1, 0], [2, 3, 4]]
+    assert last.place(values, fill=-1).tolist() == [[5, -1, -1], [-1, -1, -1]]
+
+
+def test_seq_length_is_the_width_and_the_limit():
+    batch = make_batch([2, 1], [1, 3])
+    assert plan(batch, micro_batch_size=1, seq_length=4).width == 4
+    assert plan(batch, micro_batch_size=1, seq_length=9).width == 9
+    with pytest.raises(InvalidArgument, match=r"sample 1 \(4 tokens\)(.|\n)*--seq-length 3"):
+        plan(batch, micro_batch_size=1, seq_length=3)
+
+
+def test_ranks_get_consecutive_runs():
+    batch = make_batch([1] * 8, [1] * 8)
+    made = plan(batch, micro_batch_size=2, data_parallel_size=2)
+    assert made.ranks_M.tolist() == [0, 0, 1, 1]
+    assert made.of_rank(1) == [2, 3]
+    with pytest.raises(InvalidArgument, match="multiple of 2"):
+        plan(batch, micro_batch_size=3, data_parallel_size=2)
+
+
+def test_routing_is_padded_with_different_experts():
+    batch = make_batch([2, 1], [1, 1], routed=True)
+    (micro,) = cut(batch, plan(batch, micro_batch_size=3), [0])
+    assert micro.expert_ids is not None
+    assert micro.expert_ids.shape == (3, 2, 2, 2)
+    assert batch.expert_ids is not None
+    assert micro.expert_ids[0].tolist() == batch.expert_ids[0].tolist()
+    assert micro.expert_ids[1, :1].tolist() == batch.expert_ids[1].tolist()
+    assert micro.expert_ids[1, 1:].tolist() == [[[0, 1], [0, 1]]]
+    assert micro.expert_ids[2].tolist() == [[[0, 1], [0, 1]]] * 2
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=9),
+    st.integers(1, 4),
+    st.integers(0, 3),
+)
+def test_every_token_is_in_exactly_one_place(lengths, rows, spare):
+    prompts, responses = ([length[i] for length in lengths] for i in (0, 1))
+    batch = make_batch(prompts, [max(r, 1) for r in responses])
+    longest = int((batch.prompt_lengths_B + batch.response_lengths_B).max())
+    made = plan(batch, micro_batch_size=rows, seq_length=longest + spare)
+    micros = cut(batch, made, range(len(made.ranks_M)))
+    numbers = np.arange(len(batch.sampled_N), dtype=np.float64)
+    seen = []
+    for micro in micros:
+        assert micro.tokens_BT.shape == (rows, longest + spare)
+        # What a column predicts is the next token: exactly the response, in order.
+        predicted = micro.tokens_BT[:, 1:][micro.response_BT]
+        placed = micro.place(numbers, fill=np.nan)[micro.response_BT]
+        seen += placed.tolist()
+        response_tokens = [
+            batch.tokens_T[end - n : end]
+            for end, n in zip(batch.offsets_T[1:], batch.response_lengths_B, strict=True)
+        ][micro.samples]
+        assert predicted.tolist() == np.concatenate(response_tokens).tolist()
+    assert seen == numbers.tolist()
