@@ -1,0 +1,46 @@
+"""Versions of the catalog's tables, by Alembic: every one up and down.
+
+`HEAD` is the revision this code works with. Alembic itself is imported only when tables change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+
+__all__ = ["HEAD", "current", "downgrade", "upgrade"]
+
+HEAD = "0001"
+
+
+def current(connection: sa.Connection) -> str | None:
+    """The revision of the catalog behind `connection`; None where it has no tables of ours."""
+    if not sa.inspect(connection).has_table("alembic_version"):
+        return None
+    row = connection.execute(sa.text("SELECT version_num FROM alembic_version")).first()
+    return None if row is None else str(row[0])
+
+
+def upgrade(connection: sa.Connection, revision: str = "head") -> None:
+    """Raise the tables to `revision`, within the transaction of `connection`."""
+    from alembic import command
+
+    command.upgrade(_config(connection), revision)
+
+
+def downgrade(connection: sa.Connection, revision: str) -> None:
+    """Take the tables back to `revision` ('base': none at all), within the transaction."""
+    from alembic import command
+
+    command.downgrade(_config(connection), revision)
+
+
+def _config(connection: sa.Connection):  # type: ignore[no-untyped-def]
+    from alembic.config import Config
+
+    config = Config()
+    # Alembic reads '%' in paths as interpolation.
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config

@@ -1,0 +1,75 @@
+"""One text, and so one digest, for one value: JSON with sorted keys and no spaces."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from ledger.errors import InvalidArgument, explain
+
+__all__ = ["canonical_json", "json_digest"]
+
+
+def canonical_json(obj: object) -> str:
+    """JSON of `obj` that depends on its value only: keys sorted, no spaces, floats in shortest form.
+
+    Dataclasses become objects, paths strings, bytes hexadecimal text, tuples and arrays lists.
+
+    Raises:
+        InvalidArgument: a NaN or infinity, a key that is not text, or a type without a canonical
+            form (a set, say, has no order).
+    """
+    return json.dumps(
+        _plain(obj, "$"), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+
+
+def json_digest(obj: object) -> bytes:
+    """blake3 (32 bytes) of `canonical_json(obj)` in UTF-8."""
+    return blake3(canonical_json(obj).encode()).digest()
+
+
+def _plain(obj: object, where: str) -> Any:
+    if obj is None or isinstance(obj, bool | str):
+        return obj
+    if isinstance(obj, enum.Enum):
+        return _plain(obj.value, where)
+    if isinstance(obj, int | np.integer):
+        return int(obj)
+    if isinstance(obj, float | np.floating):
+        if not math.isfinite(obj):
+            raise _refused(where, "a finite number", repr(obj))
+        return float(obj)
+    if isinstance(obj, np.bool_):
+        return bool(obj)
+    if isinstance(obj, Path):
+        return str(obj)
+    if isinstance(obj, bytes):
+        return obj.hex()
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return {
+            f.name: _plain(getattr(obj, f.name), f"{where}.{f.name}")
+            for f in dataclasses.fields(obj)
+        }
+    if isinstance(obj, Mapping):
+        for key in obj:
+            if not isinstance(key, str):
+                raise _refused(where, "keys that are text", repr(key))
+        return {key: _plain(value, f"{where}.{key}") for key, value in obj.items()}
+    if isinstance(obj, list | tuple | np.ndarray):
+        return [_plain(value, f"{where}[{i}]") for i, value in enumerate(obj)]
+    raise _refused(where, "a value with one canonical JSON form", type(obj).__name__)
+
+
+def _refused(where: str, expected: str, found: str) -> InvalidArgument:
+    return InvalidArgument(
+        explain("a value has no canonical JSON", on=where, expected=expected, found=found)
+    )

@@ -1,0 +1,182 @@
+"""Reading one state of a branch: tables on the memory of the files, and SQL over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from ledger.catalog.records import SegmentInfo
+from ledger.catalog.tables import RANGES
+from ledger.errors import Corrupt, InvalidArgument, explain
+from ledger.schema import arrow_schema, event_class, upcast
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from ledger.store import Ledger
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """The events that a branch saw at one moment. What is appended later does not show."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        run_id: str,
+        branch: str | None,
+        lineage: Mapping[str, int | None],
+        head_seq: int,
+        *,
+        verify: bool,
+    ) -> None:
+        self.run_id = run_id
+        self.branch = branch
+        """None: all branches."""
+        self.head_seq = head_seq
+        """The state: only events with seq at or below this are seen."""
+        self._ledger = ledger
+        self._limits = {
+            name: head_seq if limit is None else min(limit, head_seq)
+            for name, limit in lineage.items()
+        }
+        self._verify = verify
+        self._tables: dict[str, pa.Table] = {}
+
+    def segments(self, kind: str | None = None) -> list[SegmentInfo]:
+        """The segments that this state sees, in order; a fork may cut the last of an ancestor."""
+        return [
+            s
+            for s in self._ledger.segment_infos(self.run_id, self.head_seq)
+            if (kind is None or s.kind == kind) and s.first_seq <= self._limits.get(s.branch, 0)
+        ]
+
+    def kinds(self) -> list[str]:
+        """Kinds that have events in this state, sorted."""
+        return sorted({s.kind for s in self.segments()})
+
+    def table(
+        self,
+        kind: str,
+        columns: Sequence[str] | None = None,
+        *,
+        where: Mapping[str, tuple[int, int]] | None = None,
+    ) -> pa.Table:
+        """All events of a kind, in order, with the columns run_id, branch and seq (int64) added.
+
+        The rows lie in the files' own memory; they are read-only. `where` names ranges, both ends
+        included, of rollout_step, step, group_index or index: segments that lie outside are left
+        out. Rows outside may remain, so filter the rows as well.
+
+        Raises:
+            Corrupt: a file is missing or is not what was committed.
+            IncompatibleFormat: a newer version wrote a segment.
+            InvalidArgument: `where` or `columns` names something that is not there.
+        """
+        whole = self._tables.get(kind)
+        if whole is None:
+            whole = self._assemble(kind, where)
+            if where is None:
+                self._tables[kind] = whole
+        if columns is None:
+            return whole
+        unknown = [name for name in columns if name not in whole.column_names]
+        if unknown:
+            raise InvalidArgument(
+                explain(
+                    "a column was not found", on=kind, expected=whole.column_names, found=unknown
+                )
+            )
+        return whole.select(list(columns))
+
+    def sql(self, query: str, params: Sequence[Any] | Mapping[str, Any] | None = None) -> pa.Table:
+        """The result of one SQL query (DuckDB's dialect) over the views of this state.
+
+        Raises:
+            InvalidArgument: the query is wrong, or gives no rows.
+        """
+        import duckdb
+
+        connection = self.connect()
+        try:
+            result = connection.sql(query, params=params)
+            if result is None:
+                raise InvalidArgument(
+                    explain("a query gives no rows", on=query, expected="a SELECT")
+                )
+            return result.to_arrow_table()
+        except duckdb.Error as error:
+            raise InvalidArgument(
+                explain("a query failed", on=query.strip(), found=str(error))
+            ) from error
+        finally:
+            connection.close()
+
+    def connect(self) -> duckdb.DuckDBPyConnection:
+        """A DuckDB connection with all views of this state; it reaches nothing else on the machine."""
+        import duckdb
+
+        from ledger.views import register_views
+
+        connection = duckdb.connect(":memory:", config={"enable_external_access": "false"})
+        # Without this, a name in a query could pick up any variable of the caller.
+        connection.execute("SET python_enable_replacement_scans = false")
+        register_views(connection, self)
+        connection.execute("SET lock_configuration = true")
+        return connection
+
+    def _assemble(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> pa.Table:
+        event_class(kind)
+        chosen = [s for s in self.segments(kind) if _overlaps(s, where or {})]
+        names = list(self._limits)
+        parts, seqs, codes = [], [], []
+        for s in chosen:
+            rows = min(s.rows, self._limits[s.branch] - s.first_seq + 1)
+            part = upcast(self._open(s))
+            parts.append(part if rows == part.num_rows else part.slice(0, rows))
+            seqs.append(np.arange(s.first_seq, s.first_seq + rows, dtype=np.int64))
+            codes.append(np.full(rows, names.index(s.branch), np.int32))
+        schema = arrow_schema(kind)
+        table = pa.concat_tables([schema.empty_table()] + [p.cast(schema) for p in parts])
+        count = table.num_rows
+        run = pa.DictionaryArray.from_arrays(
+            pa.array(np.zeros(count, np.int32)), pa.array([self.run_id])
+        )
+        branch = pa.DictionaryArray.from_arrays(
+            pa.array(np.concatenate(codes) if codes else np.empty(0, np.int32)),
+            pa.array(names, pa.string()),
+        )
+        seq = pa.array(np.concatenate(seqs) if seqs else np.empty(0, np.int64))
+        return (
+            table.append_column(pa.field("run_id", run.type, nullable=False), run)
+            .append_column(pa.field("branch", branch.type, nullable=False), branch)
+            .append_column(pa.field("seq", pa.int64(), nullable=False), seq)
+        )
+
+    def _open(self, segment: SegmentInfo) -> pa.Table:
+        if segment.file is None:
+            raise Corrupt(
+                explain(
+                    "the rows of a segment are no longer kept",
+                    on=f"run {segment.run_id!r}, {segment.kind}, seq {segment.first_seq}",
+                )
+            )
+        return self._ledger.segments.open(
+            segment.file, segment.kind, segment.layout, verify=self._verify
+        )
+
+
+def _overlaps(segment: SegmentInfo, where: Mapping[str, tuple[int, int]]) -> bool:
+    for name, (low, high) in where.items():
+        if name not in RANGES:
+            raise InvalidArgument(
+                explain("a range was not understood", expected=f"one of {RANGES}", found=name)
+            )
+        ends = segment.ranges.get(name)
+        if ends is not None and (ends[1] < low or ends[0] > high):
+            return False
+    return True

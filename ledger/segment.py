@@ -1,0 +1,181 @@
+"""Hot segments: one uncompressed Arrow IPC file for the rows of one kind in one commit.
+
+A file is named by its hash. It says in its own metadata who wrote it (run, branch, producer, epoch,
+number), so that a catalog can be made from the files. It is checked against the hash in the catalog
+before its first use in a process, then read in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+
+import pyarrow as pa
+
+from ledger.canonical import canonical_json
+from ledger.errors import Corrupt, NotFound, explain
+from ledger.hashing import file_hash
+from ledger.schema import arrow_schema, table_kind, table_layout
+from ledger.storage import ObjectStore, Stamp
+
+__all__ = ["HOT_FORMAT", "Identity", "SegmentFile", "SegmentReader", "read_identity", "serialise"]
+
+HOT_FORMAT = "arrow-ipc"
+_IDENTITY = b"ledger.identity"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """Who wrote a segment, under which idempotency key, and where in the commit it stands."""
+
+    run_id: str
+    branch: str
+    producer: str
+    epoch: int
+    producer_seq: int
+    part: int
+    """Number of the segment within its commit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """Where the rows of a segment lie."""
+
+    path: str
+    format: str
+    row_offset: int
+    """First row of the segment within the file."""
+    rows: int
+    file_hash: bytes
+    size_bytes: int
+
+
+def serialise(table: pa.Table, identity: Identity) -> tuple[SegmentFile, pa.Buffer]:
+    """The bytes of a hot segment, and the place they belong to."""
+    metadata = dict(table.schema.metadata)
+    metadata[_IDENTITY] = canonical_json(identity).encode()
+    whole = table.combine_chunks().replace_schema_metadata(metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, whole.schema) as writer:
+        writer.write_table(whole)
+    data = sink.getvalue()
+    digest = file_hash(data)
+    name = digest.hex()
+    path = f"runs/{identity.run_id}/hot/{table_kind(table)}/{name[:2]}/{name}.arrow"
+    return SegmentFile(path, HOT_FORMAT, 0, table.num_rows, digest, data.size), data
+
+
+def read_identity(table: pa.Table) -> Identity:
+    """The identity in a segment's metadata.
+
+    Raises:
+        Corrupt: it has none.
+    """
+    try:
+        return Identity(**json.loads(table.schema.metadata[_IDENTITY]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(explain("a segment does not say who wrote it", found=repr(error))) from error
+
+
+class SegmentReader:
+    """Opens segments of one store; remembers which files this process has checked already."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._checked: dict[str, tuple[Stamp, bytes]] = {}
+        self._open: dict[str, tuple[Stamp, pa.Table]] = {}
+        self._lock = threading.Lock()
+
+    def open(self, file: SegmentFile, kind: str, layout: int, *, verify: bool = True) -> pa.Table:
+        """The rows of a segment as a table on the file's own memory.
+
+        `verify=False` leaves the hash out: a flipped bit then goes unnoticed.
+
+        Raises:
+            Corrupt: the file is missing, truncated, or not what was committed.
+        """
+        try:
+            stamp = self._store.stamp(file.path)
+            with self._lock:
+                kept = self._open.get(file.path)
+            if kept is not None and kept[0] == stamp:
+                table = kept[1]
+                if verify:
+                    self._check(file, stamp, None)
+            else:
+                data = self._store.read(file.path)
+                if verify:
+                    self._check(file, stamp, data)
+                table = _parse(file, data)
+                with self._lock:
+                    self._open[file.path] = (stamp, table)
+        except NotFound as error:
+            raise Corrupt(
+                explain(
+                    "a segment is missing",
+                    on=file.path,
+                    expected=f"{file.size_bytes} bytes with blake3 {file.file_hash.hex()}",
+                    found="no such file",
+                    do="bring the file back from a copy of the ledger; `ledger verify` lists all",
+                )
+            ) from error
+        _require_schema(file, table, kind, layout)
+        if file.row_offset == 0 and file.rows == table.num_rows:
+            return table
+        return table.slice(file.row_offset, file.rows)
+
+    def _check(self, file: SegmentFile, stamp: Stamp, data: pa.Buffer | None) -> None:
+        with self._lock:
+            if self._checked.get(file.path) == (stamp, file.file_hash):
+                return
+        found = file_hash(self._store.read(file.path) if data is None else data)
+        if found != file.file_hash:
+            raise Corrupt(
+                explain(
+                    "a segment is not what was committed",
+                    on=file.path,
+                    expected=f"{file.size_bytes} bytes with blake3 {file.file_hash.hex()}",
+                    found=f"{stamp[0]} bytes with blake3 {found.hex()}",
+                    do="bring the file back from a copy of the ledger; `ledger verify` lists all",
+                )
+            )
+        with self._lock:
+            self._checked[file.path] = (stamp, file.file_hash)
+
+
+def _parse(file: SegmentFile, data: pa.Buffer) -> pa.Table:
+    try:
+        return pa.ipc.open_file(data).read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise Corrupt(
+            explain(
+                "a segment is not an Arrow file",
+                on=file.path,
+                expected=f"{file.format} with blake3 {file.file_hash.hex()}",
+                found=f"{type(error).__name__}: {error}",
+            )
+        ) from error
+
+
+def _require_schema(file: SegmentFile, table: pa.Table, kind: str, layout: int) -> None:
+    expected = arrow_schema(kind, layout)
+    if not table.schema.equals(expected) or table.num_rows < file.row_offset + file.rows:
+        raise Corrupt(
+            explain(
+                "a segment does not hold what the catalog says",
+                on=file.path,
+                expected=f"rows {file.row_offset} to {file.row_offset + file.rows} of {kind}, "
+                f"layout {layout}: {expected.names}",
+                found=f"{table.num_rows} rows: {table.column_names}",
+            )
+        )
+    if (table_kind(table), table_layout(table)) != (kind, layout):
+        raise Corrupt(
+            explain(
+                "a segment is of another kind than the catalog says",
+                on=file.path,
+                expected=f"{kind}, layout {layout}",
+                found=f"{table_kind(table)}, layout {table_layout(table)}",
+            )
+        )

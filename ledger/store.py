@@ -1,0 +1,484 @@
+"""The ledger as a whole: a place for bytes and a catalog, its runs, branches, versions, writers, readers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import unquote, urlsplit
+
+import sqlalchemy as sa
+
+import migrations
+from ledger.catalog import commit as commits
+from ledger.catalog import queries
+from ledger.catalog import tables as t
+from ledger.catalog.allocate import allocate
+from ledger.catalog.engine import Catalog, sqlite_url
+from ledger.catalog.records import (
+    MAIN,
+    BranchInfo,
+    RunInfo,
+    SegmentInfo,
+    VersionInfo,
+)
+from ledger.errors import (
+    AlreadyExists,
+    IncompatibleFormat,
+    InvalidArgument,
+    NotFound,
+    StorageFailed,
+    explain,
+)
+from ledger.events import BranchForked
+from ledger.hashing import GENESIS, multiset_digest, row_content_hashes
+from ledger.lookup import LedgerLookup
+from ledger.reader import Reader
+from ledger.segment import SegmentReader
+from ledger.storage import LocalStore
+from ledger.writer import Writer
+
+__all__ = ["FORMAT", "Ledger", "open_ledger"]
+
+FORMAT = 1
+"""Version of the stored format as a whole."""
+
+_CATALOG = "catalog.sqlite"
+_LOCK = "catalog.lock"
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+
+def open_ledger(uri: str | Path, *, create: bool = False, catalog: str | None = None) -> Ledger:
+    """Open the ledger in a local folder (a path or a file:// URI); with `create`, make it first.
+
+    Processes may open, and create, one ledger at the same time. A forked child must open its own.
+
+    Raises:
+        NotFound: there is none, and `create` is False.
+        IncompatibleFormat: the folder holds something else, or a ledger of another version.
+        StorageFailed: the place cannot be read or written.
+        InvalidArgument: a kind of place or catalog that is not supported.
+    """
+    root = _local_root(uri)
+    if catalog is not None:
+        raise InvalidArgument(
+            explain(
+                "a ledger was not opened",
+                on="catalog",
+                expected="none: the catalog lies in the ledger's folder",
+                found=catalog,
+            )
+        )
+    path = root / _CATALOG
+    if create:
+        _create(root, path)
+    elif not root.is_dir() or (not path.exists() and not any(root.iterdir())):
+        raise NotFound(
+            explain("there is no ledger", on=str(root), do=f"make one: ledger init {root}")
+        )
+    elif not path.exists():
+        raise IncompatibleFormat(
+            explain(
+                "this folder is not a ledger",
+                on=str(root),
+                expected=f"a file {_CATALOG}",
+                found=sorted(p.name for p in root.iterdir())[:10],
+            )
+        )
+    opened = Catalog(sqlite_url(path))
+    try:
+        with opened.read() as connection:
+            ledger_id = _require_format(connection, opened.name)
+    except BaseException:
+        opened.close()
+        raise
+    return Ledger(root, opened, ledger_id)
+
+
+class Ledger:
+    """An open ledger. Threads may share it. Use it as a context manager, or call `close`."""
+
+    def __init__(self, root: Path, catalog: Catalog, ledger_id: str) -> None:
+        self.root = root
+        """The folder that paths of segments and checkpoints are relative to."""
+        self.ledger_id = ledger_id
+        self.catalog = catalog
+        self.store = LocalStore(root)
+        self.segments = SegmentReader(self.store)
+        self._known: dict[str, list[SegmentInfo]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def uri(self) -> str:
+        """Where it is."""
+        return self.root.as_uri()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the catalog's connections. Tables that were read stay valid."""
+        self.catalog.close()
+        self.store.close()
+
+    def runs(self) -> list[RunInfo]:
+        """All runs, oldest first."""
+        with self.catalog.read() as connection:
+            return queries.list_runs(connection)
+
+    def run(self, run_id: str | None = None) -> RunInfo:
+        """A run by its name; without one, the only run.
+
+        Raises:
+            NotFound: no such run, or none named where there are none or several.
+        """
+        runs = self.runs()
+        found = [r for r in runs if run_id is None or r.run_id == run_id]
+        if len(found) == 1:
+            return found[0]
+        raise NotFound(
+            explain(
+                "a run was not found" if run_id is not None else "which run is not clear",
+                on=self.uri if run_id is None else f"{run_id!r} in {self.uri}",
+                expected="the only run" if run_id is None else None,
+                found=f"runs {[r.run_id for r in runs]}",
+                do="name a run" if runs else "record one first: ledger-train",
+            )
+        )
+
+    def create_run(self, run_id: str) -> RunInfo:
+        """Begin a run with one branch, 'main', and no events.
+
+        Raises:
+            AlreadyExists: there is one of that name.
+            InvalidArgument: the name has characters that cannot stand in a file name.
+        """
+        _require_name("run", run_id)
+        with self.catalog.write() as connection:
+            if connection.execute(sa.select(t.runs).where(t.runs.c.run_id == run_id)).first():
+                raise AlreadyExists(
+                    explain(
+                        "a run was not created: its name is taken",
+                        on=f"{run_id!r} in {self.uri}",
+                        do="name it otherwise, or go on with it",
+                    )
+                )
+            made = RunInfo(run_id, time.time_ns() // 1000, 0, GENESIS)
+            connection.execute(
+                t.runs.insert().values(
+                    run_id=made.run_id,
+                    created_at=made.created_at,
+                    head_seq=made.head_seq,
+                    head_chain=made.head_chain,
+                )
+            )
+            connection.execute(t.branches.insert().values(run_id=run_id, name=MAIN))
+        return made
+
+    def branches(self, run_id: str) -> list[BranchInfo]:
+        """All branches of a run, the first one first. Raises: NotFound."""
+        self.run(run_id)
+        with self.catalog.read() as connection:
+            return queries.list_branches(connection, run_id)
+
+    def branch(self, run_id: str, name: str) -> BranchInfo:
+        """A branch by its name. Raises: NotFound, naming those that are there."""
+        branches = self.branches(run_id)
+        for found in branches:
+            if found.name == name:
+                return found
+        raise NotFound(
+            explain(
+                "a branch was not found",
+                on=f"{name!r} in run {run_id!r}",
+                found=f"branches {[b.name for b in branches]}",
+            )
+        )
+
+    def versions(self, run_id: str) -> list[VersionInfo]:
+        """All weight versions of a run, on all branches, by number. Raises: NotFound."""
+        self.run(run_id)
+        with self.catalog.read() as connection:
+            return queries.list_versions(connection, run_id=run_id)
+
+    def version(self, run_id: str, weight_version: int) -> VersionInfo:
+        """One weight version. Raises: NotFound, with the known ones and other runs that have it."""
+        versions = self.versions(run_id)
+        for found in versions:
+            if found.weight_version == weight_version:
+                return found
+        with self.catalog.read() as connection:
+            elsewhere = queries.list_versions(connection, weight_version)
+        known = [v.weight_version for v in versions]
+        raise NotFound(
+            explain(
+                "a weight version was not found",
+                on=f"version {weight_version} in run {run_id!r}",
+                expected=f"a version from {min(known)} to {max(known)}" if known else None,
+                found=f"run {run_id!r} has {len(known)} versions"
+                + (
+                    f"; version {weight_version} is in run {[v.run_id for v in elsewhere]}"
+                    if elsewhere
+                    else ""
+                ),
+                do=f"see them: ledger log --run {run_id}",
+            )
+        )
+
+    def writer(
+        self, run_id: str, branch: str = MAIN, *, producer: str, epoch: int | None = None
+    ) -> Writer:
+        """A writer to a branch. It begins a new epoch: older writers of `producer` are fenced off.
+
+        `epoch` takes up the newest epoch again instead, to repeat an append of a process that died
+        (with its producer_seq).
+
+        Raises:
+            NotFound: no such run or branch.
+            FencedOff: `epoch` is not the newest one (on the first append).
+        """
+        self.branch(run_id, branch)
+        return self._writer(run_id, branch, producer, epoch)
+
+    def fork(self, run_id: str, event: BranchForked, producer: str) -> Writer:
+        """Begin the branch that `event` describes, durably, and give a writer to it.
+
+        Raises:
+            AlreadyExists: there is a branch of that name.
+            NotFound: no such run or parent branch.
+            Conflict: its fork_seq or weight_version is not there.
+        """
+        self.run(run_id)
+        _require_name("branch", event.branch)
+        writer = self._writer(run_id, event.branch, producer, None)
+        writer.append([event])
+        return writer
+
+    def _writer(self, run_id: str, branch: str, producer: str, epoch: int | None) -> Writer:
+        if epoch is None:
+            with self.catalog.write() as connection:
+                epoch = commits.begin_epoch(connection, run_id, producer)
+        return Writer(self, run_id, branch, producer, epoch)
+
+    def reader(
+        self,
+        run_id: str,
+        branch: str | None = MAIN,
+        *,
+        as_of: int | None = None,
+        verify: bool = True,
+    ) -> Reader:
+        """A reader of one state: the events of a branch and its ancestors up to now, or to `as_of`.
+
+        `branch=None` reads all branches. `verify=False` leaves out the hashes of files.
+
+        Raises:
+            NotFound: no such run or branch.
+        """
+        head = self.run(run_id).head_seq
+        if as_of is not None and not 0 <= as_of <= head:
+            raise NotFound(
+                explain(
+                    "a point in time was not found",
+                    on=f"run {run_id!r}, seq {as_of}",
+                    expected=f"0 to {head}",
+                )
+            )
+        with self.catalog.read() as connection:
+            if branch is None:
+                lineage = [(b.name, None) for b in queries.list_branches(connection, run_id)]
+            else:
+                lineage = queries.ancestry(connection, run_id, branch)
+        limit = head if as_of is None else as_of
+        return Reader(self, run_id, branch, dict(lineage), limit, verify=verify)
+
+    def lookup(self, run_id: str) -> LedgerLookup:
+        """What checks of new events need to know of stored ones."""
+        return LedgerLookup(self, run_id)
+
+    def segment_infos(self, run_id: str, up_to: int) -> list[SegmentInfo]:
+        """The segments of a run that begin at or before `up_to`, in order.
+
+        They are remembered: asking again costs only what was committed since.
+        """
+        with self._lock:
+            known = self._known.setdefault(run_id, [])
+            last = known[-1].last_seq if known else 0
+            if last < up_to:
+                with self.catalog.read() as connection:
+                    known += queries.segments_after(connection, run_id, last)
+            return [s for s in known if s.first_seq <= up_to]
+
+    def forget_places(self, run_id: str) -> None:
+        """Ask the catalog again where segments lie: something has moved them."""
+        with self._lock:
+            self._known.pop(run_id, None)
+
+    def allocate(self, run_id: str, name: str, key: str, count: int) -> int:
+        """The first of `count` consecutive numbers that nobody else in the run gets under `name`.
+
+        The same (run, name, key) gives the same numbers again, in any process. They lie above all
+        that stored events use ('index', 'group', 'rollout' and 'weight_version' are known).
+
+        Raises:
+            Conflict: the key was used with another count.
+        """
+        with self.catalog.write() as connection:
+            return allocate(connection, run_id, name, key, count)
+
+    def content_digest(self, run_id: str, branch: str | None = MAIN) -> bytes:
+        """What two runs are compared by: blake3 over the content of all rows of the lineage.
+
+        It depends neither on segments, order of writing, names of runs and branches nor on anything
+        that is a measurement.
+        """
+        reader = self.reader(run_id, branch)
+        return multiset_digest(
+            {kind: row_content_hashes(reader.table(kind)) for kind in reader.kinds()}
+        )
+
+
+def _local_root(uri: str | Path) -> Path:
+    if isinstance(uri, Path):
+        return uri.absolute()
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path)).absolute()
+    if parts.scheme and "://" in uri:
+        raise InvalidArgument(
+            explain(
+                "a ledger was not opened: this kind of place is not supported",
+                on=parts.scheme + "://",
+                expected="a folder, or file://…",
+            )
+        )
+    return Path(uri).absolute()
+
+
+def _require_name(what: str, name: str) -> None:
+    if name and name[0] != "." and _NAME_CHARACTERS.issuperset(name) and len(name) <= 128:
+        return
+    raise InvalidArgument(
+        explain(
+            f"a {what} cannot have this name",
+            expected="1 to 128 letters, digits, '.', '_' or '-', not beginning with '.'",
+            found=repr(name),
+        )
+    )
+
+
+def _create(root: Path, path: Path) -> None:
+    """Make the tables where they are missing; several processes may do so at once."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(
+            p.name for p in root.iterdir() if not p.name.startswith(("catalog.", "runs"))
+        )
+        if foreign and not path.exists():
+            raise IncompatibleFormat(
+                explain(
+                    "a ledger was not made: the folder holds something else",
+                    on=str(root),
+                    expected="an empty or new folder",
+                    found=foreign[:10],
+                )
+            )
+        with _locked(root / _LOCK):
+            catalog = Catalog(sqlite_url(path))
+            try:
+                _fill(catalog)
+            finally:
+                catalog.close()
+    except OSError as error:
+        if isinstance(error, StorageFailed):
+            raise
+        raise StorageFailed(
+            explain("a ledger was not made", on=str(root), found=f"{type(error).__name__}: {error}")
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _fill(catalog: Catalog) -> None:
+    # The journal mode is kept in the file. It can be changed only outside a transaction, and not
+    # while another process does the same: hence the lock around.
+    raw = catalog.engine.raw_connection()
+    try:
+        raw.cursor().execute("PRAGMA journal_mode = WAL")
+    finally:
+        raw.close()
+    with catalog.write() as connection:
+        if migrations.current(connection) is not None:
+            return
+        tables = sa.inspect(connection).get_table_names()
+        if tables:
+            raise IncompatibleFormat(
+                explain(
+                    "a ledger was not made: its catalog is another program's",
+                    on=catalog.name,
+                    expected="no tables, or a ledger's",
+                    found=tables[:10],
+                )
+            )
+        migrations.upgrade(connection)
+        connection.execute(
+            t.meta.insert(),
+            [
+                {"key": "format", "value": str(FORMAT)},
+                {"key": "ledger_id", "value": secrets.token_hex(16)},
+            ],
+        )
+
+
+def _require_format(connection: sa.Connection, name: str) -> str:
+    """The ledger's id, if its catalog is one that this code works with."""
+    revision = migrations.current(connection)
+    if revision is None:
+        raise IncompatibleFormat(
+            explain("this is not a ledger", on=name, expected="a ledger's tables", found="none")
+        )
+    meta = {row.key: row.value for row in connection.execute(sa.select(t.meta))}
+    stored = int(meta.get("format", "0"))
+    if stored > FORMAT or revision > migrations.HEAD:
+        raise IncompatibleFormat(
+            explain(
+                "this ledger was written by a newer version",
+                on=name,
+                expected=f"format {FORMAT}, catalog {migrations.HEAD}, or older",
+                found=f"format {stored}, catalog {revision}",
+                do="upgrade this package",
+            )
+        )
+    if revision != migrations.HEAD:
+        raise IncompatibleFormat(
+            explain(
+                "this ledger's catalog is of an older version",
+                on=name,
+                expected=f"catalog {migrations.HEAD}",
+                found=f"catalog {revision}",
+                do="raise it: ledger migrate",
+            )
+        )
+    return meta["ledger_id"]

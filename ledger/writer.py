@@ -1,0 +1,177 @@
+"""Appending: events become files, the files durable, then one transaction makes them the ledger's."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from blake3 import blake3
+
+from ledger.canonical import canonical_json
+from ledger.catalog import commit as commits
+from ledger.catalog.derive import derive, ranges_of
+from ledger.catalog.records import PendingCommit, PendingSegment, Receipt
+from ledger.encode import events_to_table
+from ledger.errors import InvalidArgument, explain
+from ledger.fields import EVENTS, Event
+from ledger.hashing import column_digests, digest_of_columns
+from ledger.invariants import check_tables
+from ledger.schema import table_layout
+from ledger.segment import Identity, SegmentFile, serialise
+
+if TYPE_CHECKING:
+    from ledger.store import Ledger
+
+__all__ = ["Writer"]
+
+_RECORDED_AT = 1000  # the field id of Event.recorded_at
+
+
+class Writer:
+    """One epoch of one producer on one branch. Threads may share it: appends are made one by one."""
+
+    def __init__(self, ledger: Ledger, run_id: str, branch: str, producer: str, epoch: int) -> None:
+        self.run_id = run_id
+        self.branch = branch
+        self.producer = producer
+        self.epoch = epoch
+        self._ledger = ledger
+        self._next = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Refuse further appends. Nothing is buffered, so nothing is lost without it."""
+        self._closed = True
+
+    def append(self, events: Sequence[Event], *, producer_seq: int | None = None) -> Receipt:
+        """Store events in one commit: after success all are durable, after an error none is visible.
+
+        Kinds may be mixed: within a kind the order is kept, the kinds follow each other by first
+        appearance. `producer_seq` numbers the append within the writer's epoch (counted from 0 if
+        left out). Repeating a number with the same events gives the first receipt again, so an
+        append that failed or whose acknowledgement was lost can simply be repeated.
+
+        Raises:
+            InvalidEvent: an event breaks its layout or an invariant.
+            FencedOff: a newer writer of this producer has begun.
+            IdempotencyConflict: the number was used for other events.
+            Conflict: a version, branch or sample is taken or unknown.
+            StorageFailed: the store or the catalog did not take it.
+        """
+        with self._lock:
+            if self._closed:
+                raise InvalidArgument(
+                    explain("an append was refused: its writer is closed", on=self.producer)
+                )
+            number = self._next if producer_seq is None else producer_seq
+            receipt = self._append(events, number, repeated=producer_seq is not None)
+            self._next = max(self._next, number + 1)
+            return receipt
+
+    def _append(self, events: Sequence[Event], number: int, *, repeated: bool) -> Receipt:
+        now = time.time_ns() // 1000
+        tables = _by_kind(events, now)
+        digests = {kind: column_digests(table) for kind, table in tables.items()}
+        derived = derive(tables)
+        if any(f.branch != self.branch for f in derived.forked) or len(derived.forked) > 1:
+            raise InvalidArgument(
+                explain(
+                    "an append was refused: branch_forked begins the branch that it is written to",
+                    on=f"run {self.run_id!r}, branch {self.branch!r}",
+                    found=[f.branch for f in derived.forked],
+                    do="begin a branch with Ledger.fork",
+                )
+            )
+        pending = PendingCommit(
+            run_id=self.run_id,
+            branch=self.branch,
+            producer=self.producer,
+            epoch=self.epoch,
+            producer_seq=number,
+            content_hash=_content_hash(tables, digests),
+            committed_at=now,
+            segments=(),
+            forked=derived.forked[0] if derived.forked else None,
+            published=derived.published,
+            consumed=derived.consumed,
+            used=derived.used,
+        )
+        catalog = self._ledger.catalog
+        if repeated:
+            with catalog.read() as connection:
+                earlier = commits.find_receipt(connection, pending)
+            if earlier is not None:
+                return earlier
+        check_tables(tables, self._ledger.lookup(self.run_id))
+        segments, objects = self._segments(tables, digests, number)
+        self._ledger.store.put(objects)
+        with catalog.write() as connection:
+            return commits.commit(connection, dataclasses.replace(pending, segments=segments))
+
+    def _segments(
+        self,
+        tables: Mapping[str, pa.Table],
+        digests: Mapping[str, dict[int, bytes]],
+        number: int,
+    ) -> tuple[tuple[PendingSegment, ...], list[tuple[str, pa.Buffer]]]:
+        segments, objects = [], []
+        for part, (kind, table) in enumerate(tables.items()):
+            identity = Identity(self.run_id, self.branch, self.producer, self.epoch, number, part)
+            file, data = serialise(table, identity)
+            segments.append(_segment(kind, table, digests[kind], file))
+            objects.append((file.path, data))
+        return tuple(segments), objects
+
+
+def _segment(
+    kind: str, table: pa.Table, digests: dict[int, bytes], file: SegmentFile
+) -> PendingSegment:
+    layout = table_layout(table)
+    logical = digest_of_columns(kind, layout, table.num_rows, digests)
+    return PendingSegment(kind, layout, logical, ranges_of(table), file)
+
+
+def _by_kind(events: Sequence[Event], now: int) -> dict[str, pa.Table]:
+    groups: dict[str, list[Event]] = {}
+    for item in events:
+        kind = getattr(type(item), "KIND", None)
+        if kind is None or EVENTS.get(kind) is not type(item):
+            raise InvalidArgument(
+                explain(
+                    "an append was refused: it holds something that is no event",
+                    expected="instances of the classes in ledger.events",
+                    found=type(item).__name__,
+                )
+            )
+        groups.setdefault(kind, []).append(item)
+    if not groups:
+        raise InvalidArgument(
+            explain("an append was refused", expected="at least one event", found="none")
+        )
+    return {kind: events_to_table(group, recorded_at=now) for kind, group in groups.items()}
+
+
+def _content_hash(tables: Mapping[str, pa.Table], digests: Mapping[str, dict[int, bytes]]) -> bytes:
+    """What makes two appends the same: everything but the times that the writer filled in."""
+    parts = []
+    for kind, table in tables.items():
+        kept = {field: digest for field, digest in digests[kind].items() if field != _RECORDED_AT}
+        parts.append(digest_of_columns(kind, table_layout(table), table.num_rows, kept).hex())
+    return blake3(canonical_json(parts).encode()).digest()
