@@ -24,7 +24,7 @@ EVENT_LOG_OF = "SELECT run_id, branch, seq, '{kind}' AS kind, recorded_at FROM {
 # list_resize of an empty list gives n NULLs, or n copies of a value: no list of numbers is built
 # by a lambda for each token. A version of -1 (unknown) becomes NULL.
 PIECES = """
-SELECT s.index, s.start, s.seq, s.turn, s.tokens, 'sampled' AS source,
+SELECT s.branch, s.index, s.start, s.seq, s.turn, s.tokens, 'sampled' AS source,
        s.rollout_log_probs AS log_probs,
        CASE WHEN len(s.span_versions) = 1 AND s.span_versions[1] >= 0
             THEN list_resize([]::BIGINT[], len(s.tokens), s.span_versions[1])
@@ -36,7 +36,7 @@ SELECT s.index, s.start, s.seq, s.turn, s.tokens, 'sampled' AS source,
          AS versions
 FROM segment_generated AS s
 UNION ALL
-SELECT o.index, o.start, o.seq, o.turn, o.tokens, o.source,
+SELECT o.branch, o.index, o.start, o.seq, o.turn, o.tokens, o.source,
        list_resize([]::FLOAT[], len(o.tokens)) AS log_probs,
        list_resize([]::BIGINT[], len(o.tokens)) AS versions
 FROM observation_appended AS o

@@ -9,8 +9,8 @@ Run "run": three groups of four in rollout step 0 (samples 0–11), two in rollo
     group 0   rewards 1 0 0 0; one segment each
     group 1   rewards 0 0 0 0; filtered: zero variance
     group 2   two turns with a tool result between; samples 8 and 9 are siblings (rollout 8)
-    group 3   sample 12 was sampled by versions 0 and 1, sample 13 by one that nobody named
-    group 4   sample 19 was aborted, and scored by nobody
+    group 3   sample 12 was sampled by versions 0 and 1
+    group 4   surplus; sample 17 by a version that nobody named; 19 aborted and never scored
 
     version 0 ── step 0 (groups 0, 2) ── version 1 ── step 1 (group 3) ── version 2    main
                                               └────── step 1 (group 3) ── version 3    rloo
@@ -307,7 +307,7 @@ def responses(rollout_step: int) -> list[Event]:
         )
         return made
     for index in range(12, 20):
-        spans = {12: ((2, 0), (2, 1)), 13: ((4, -1),)}.get(index, ())
+        spans = {12: ((2, 0), (2, 1)), 17: ((4, -1),)}.get(index, ())
         finish = "abort" if index == 19 else "length"
         made.append(
             segment(

@@ -1,0 +1,77 @@
+"""Checks the four invariants by queries over what is stored, and lists every violation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ledger.check_rules import RULES, Rule
+from ledger.sql import connect
+from ledger.views import TableSource
+
+__all__ = ["CheckReport", "Finding", "check_ledger"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One violation of one invariant."""
+
+    invariant: str
+    """'I' to 'IV', or 'once': a sample is trained once."""
+    kind: str
+    """The event that is wrong."""
+    branch: str
+    seq: int
+    index: int | None
+    """The sample; None where the event is not about one."""
+    what: str
+    """What is wrong, with expected and found."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What was checked and what was found."""
+
+    rules: int
+    """Number of queries that were asked."""
+    violations: int
+    """Number of all violations, also of those that are not listed."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return self.violations == 0
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "ok": self.ok,
+            "rules": self.rules,
+            "violations": self.violations,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+
+def check_ledger(reader: TableSource, *, limit: int = 100) -> CheckReport:
+    """Ask every rule of `check_rules` over what `reader` sees.
+
+    At most `limit` violations of each rule are listed; all are counted. Raises what the reader
+    raises where stored bytes are not what was committed: such bytes are not checked further.
+    """
+    findings: list[Finding] = []
+    violations = 0
+    with connect(reader) as con:
+        for rule in RULES:
+            rows = con.sql(_listing(rule), params=[limit]).fetchall()
+            violations += rows[0][0] if rows else 0
+            findings.extend(Finding(rule.invariant, rule.kind, *row[1:]) for row in rows)
+    return CheckReport(len(RULES), violations, tuple(findings))
+
+
+def _listing(rule: Rule) -> str:
+    """The rule's violations in order, each with the number of all."""
+    return (
+        f"SELECT count(*) OVER () AS violations, v.branch, v.seq, v.index, v.what\n"
+        f"FROM ({rule.sql}) AS v ORDER BY v.seq, v.index LIMIT $1"
+    )
