@@ -1,12 +1,13 @@
 """Lets Megatron-Core run without CUDA. With CUDA present, `install` changes nothing.
 
-Megatron-Core names CUDA directly in places that have nothing to do with kernels: it asks for the current
-device, makes one-element tensors with `device="cuda"`, waits for streams. `install` gives *Megatron's own
-modules* another `torch`: the same module, but for the names below. Nothing is changed in torch itself, so
-other libraries of the process (transformers, for one) see what they always saw, and pay nothing.
+Megatron-Core names CUDA directly in places that have nothing to do with kernels: it asks for the
+current device, makes one-element tensors with `device="cuda"`, waits for streams. `install` gives
+*Megatron's own modules* another `torch`: the same module, but for the names below. Nothing is
+changed in torch itself, so other libraries of the process (transformers, for one) see what they
+always saw, and pay nothing.
 
-The one exception is `Tensor.type()`, a method, which some checks of Megatron's optimizer compare with
-`'torch.cuda.FloatTensor'`: it is replaced only inside `optimizer_on_cpu()`.
+The one exception is `Tensor.type()`, a method, which some checks of Megatron's optimizer compare
+with `'torch.cuda.FloatTensor'`: it is replaced only inside `optimizer_on_cpu()`.
 
 Checked with the versions of Megatron-Core in `CHECKED_VERSIONS`.
 """
@@ -132,8 +133,8 @@ _cpu_torch = _CpuTorch()
 def install() -> None:
     """Import Megatron-Core and, where there is no CUDA, make it run on the CPU. Idempotent.
 
-    Call it again after importing further modules of Megatron. `trainer.megatron` does it, and is where
-    everything else takes Megatron's names from.
+    Call it again after importing further modules of Megatron. `trainer.megatron` does it, and is
+    where everything else takes Megatron's names from.
 
     Raises: whatever importing Megatron-Core raises (ImportError where it is not installed).
     """
@@ -151,7 +152,8 @@ def install() -> None:
 
 def _import_megatron() -> None:
     with warnings.catch_warnings():
-        # It warns at import that TransformerEngine and Apex are absent, and about its own old names.
+        # It warns at import that TransformerEngine and Apex are absent, and about its own old
+        # names.
         warnings.simplefilter("ignore")
         for name in _MEGATRON_MODULES:
             importlib.import_module(name)
@@ -199,8 +201,8 @@ def optimizer_on_cpu() -> Iterator[None]:
     """Within it, float tensors pass the type checks of Megatron's optimizer. No-op with CUDA.
 
     clip_grads.py, optimizer.py and distrib_optimizer.py compare `tensor.type()` with
-    `'torch.cuda.FloatTensor'` and its half-precision relatives. Enter it where an optimizer is built or
-    stepped, nowhere else: it is in force for the whole process while it lasts.
+    `'torch.cuda.FloatTensor'` and its half-precision relatives. Enter it where an optimizer is
+    built or stepped, nowhere else: it is in force for the whole process while it lasts.
     """
     if torch.cuda.is_available():
         yield

@@ -31,21 +31,22 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each token after those before it, and the entropy where asked for.
 
-    `tokens_BT` is int64 [B, T], padded on the right with any id: padding reaches no column of a real
-    token. `temperature` divides the logits. Returns float32 `log_probs` [B, T-1-first_column]: column j
-    is ln p(tokens[:, t+1] | tokens[:, :t+1]) at t = first_column + j; and the entropy of the same
-    distributions in nats, of the same shape, or None. `first_column` leaves out columns that nobody
-    wants (a prompt common to all rows) before the softmax over the vocabulary, the largest array here;
-    the columns that are left keep their bits. A gradient flows where gradients are enabled.
+    `tokens_BT` is int64 [B, T], padded on the right with any id: padding reaches no column of a
+    real token. `temperature` divides the logits. Returns float32 `log_probs` [B,
+    T-1-first_column]: column j is ln p(tokens[:, t+1] | tokens[:, :t+1]) at t = first_column + j;
+    and the entropy of the same distributions in nats, of the same shape, or None. `first_column`
+    leaves out columns that nobody wants (a prompt common to all rows) before the softmax over the
+    vocabulary, the largest array here; the columns that are left keep their bits. A gradient
+    flows where gradients are enabled.
 
-    The arithmetic is `log_softmax(logits / temperature)` and a gather, in float32, so that an engine
-    which does the same on bitwise equal logits gets bitwise equal numbers.
+    The arithmetic is `log_softmax(logits / temperature)` and a gather, in float32, so that an
+    engine which does the same on bitwise equal logits gets bitwise equal numbers.
 
-    With experts, `expert_ids` [B, T-1, MoE layers, K] are replayed. Routing freely must be asked for by
-    `free_routing=True`.
+    With experts, `expert_ids` [B, T-1, MoE layers, K] are replayed. Routing freely must be asked
+    for by `free_routing=True`.
 
-    Raises InvalidArgument where an MoE model gets neither, a dense model gets ids, or shapes, ids or
-    temperature cannot be.
+    Raises InvalidArgument where an MoE model gets neither, a dense model gets ids, or shapes, ids
+    or temperature cannot be.
     """
     _check(model, tokens_BT, temperature, expert_ids, free_routing, first_column)
     routed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -65,7 +66,7 @@ def token_log_probs(
 
 
 def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
-    """Logits [B, T, V] of a forward over rows padded on the right. Routing is as the routers stand."""
+    """Logits [B, T, V] of a forward over right-padded rows. Routing is as the routers stand."""
     rows, width = tokens_BT.shape
     positions = torch.arange(width, device=tokens_BT.device).expand(rows, width)
     logits: Tensor = model(tokens_BT, positions, _causal_mask(width, tokens_BT.device))
@@ -75,7 +76,8 @@ def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
 def recorded_routing(model: Any, tokens_BT: Tensor) -> Tensor:
     """The experts that free routing chooses now: int64 [B, T-1, MoE layers, K], best first.
 
-    Without a gradient. What `token_log_probs` replays under the same weights is what is returned here.
+    Without a gradient. What `token_log_probs` replays under the same weights is what is returned
+    here.
 
     Raises InvalidArgument for a dense model.
     """
@@ -92,7 +94,7 @@ def recorded_routing(model: Any, tokens_BT: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _causal_mask(width: int, device: torch.device) -> Tensor:
-    """True where attention is forbidden: [1, 1, T, T]. The local attention has no mask of its own."""
+    """[1, 1, T, T], True where attention is forbidden: the local attention has no own mask."""
     ones = torch.ones(1, 1, width, width, dtype=torch.bool, device=device)
     return torch.triu(ones, diagonal=1)
 

@@ -13,7 +13,8 @@ from typing import Any
 from trainer import cpu_shim
 
 cpu_shim.install()
-# Its warnings are about its own defaults, old names and coming signatures; nobody here can act on them.
+# Its warnings are about its own defaults, old names and coming signatures; nobody here can act on
+# them.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 from megatron.core import __version__ as megatron_version
@@ -25,7 +26,11 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import (
@@ -49,6 +54,7 @@ __all__ = [
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "get_standard_config_overrides",
     "megatron_version",
     "model_parallel_cuda_manual_seed",
     "parallel_state",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from trainer.architecture import Architecture, read_architecture, read_config
 from trainer.forward import recorded_routing, token_log_probs
@@ -35,8 +35,9 @@ def build_model(
 ) -> GPTModel:
     """A GPTModel in float32 whose parameters are *not initialised*: load weights into it.
 
-    `trainable=False` gives a frozen model (a reference): no parameter requires a gradient, and it is in
-    evaluation mode. The process groups must have been started (`trainer.parallel.initialize`).
+    `trainable=False` gives a frozen model (a reference): no parameter requires a gradient, and it
+    is in evaluation mode. The process groups must have been started
+    (`trainer.parallel.initialize`).
 
     Raises InvalidArgument for an architecture or a feature that cannot be built.
     """
@@ -62,8 +63,9 @@ def build_model(
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,
     )
-    # Megatron's list of routers is global to the process. We address the routers of one model through
-    # the model, and leave the list without them, so that nobody drives two models by accident.
+    # Megatron's list of routers is global to the process. We address the routers of one model
+    # through the model, and leave the list without them, so that nobody drives two models by
+    # accident.
     RouterReplay.global_router_replay_instances[:] = others
     model.trajectory_architecture = architecture
     model.to(device())
@@ -76,8 +78,8 @@ def build_model(
 def transformer_config(architecture: Architecture, parallel: ParallelSettings) -> TransformerConfig:
     """Megatron's configuration of an architecture: float32, no dropout, every fusion off.
 
-    With the fusions off, the local layers compute in the order of the Hugging Face code, so that logits
-    of dense models are bitwise those of its eager attention on a CPU.
+    With the fusions off, the local layers compute in the order of the Hugging Face code, so that
+    logits of dense models are bitwise those of its eager attention on a CPU.
     """
     experts: dict[str, Any] = {}
     if architecture.num_experts is not None:
@@ -87,9 +89,9 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
             "moe_ffn_hidden_size": architecture.moe_intermediate_size,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            # Megatron's post-softmax (softmax over the chosen logits) is Hugging Face's norm_topk_prob:
-            # softmax over all, then divided by the sum of the chosen. Its pre-softmax is the same
-            # without the division.
+            # Megatron's post-softmax (softmax over the chosen logits) is Hugging Face's
+            # norm_topk_prob: softmax over all, then divided by the sum of the chosen. Its
+            # pre-softmax is the same without the division.
             "moe_router_pre_softmax": not architecture.norm_topk_prob,
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "allgather",
@@ -111,7 +113,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
         layernorm_epsilon=architecture.rms_norm_eps,
         qk_layernorm=architecture.qk_norm,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=functional.silu,
         add_bias_linear=False,
         add_qkv_bias=False,
         attention_dropout=0.0,

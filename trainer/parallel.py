@@ -34,11 +34,11 @@ def initialize(
     """Start the process groups, pin the threads and seed every generator.
 
     Works without torchrun for one process. Calling it again with the same layout, threads and
-    determinism seeds anew and does nothing else; after success the random state is a function of `seed`
-    alone.
+    determinism seeds anew and does nothing else; after success the random state is a function of
+    `seed` alone.
 
-    Raises InvalidArgument where the layout is not one that this version runs, or differs from the one
-    that was started.
+    Raises InvalidArgument where the layout is not one that this version runs, or differs from the
+    one that was started.
     """
     global _started
     _check_layout(settings)
@@ -76,8 +76,8 @@ def _check_layout(settings: ParallelSettings) -> None:
                 )
             )
     if settings.expert_tensor_parallel_size not in (None, 1):
-        # A size that differs between model and process groups would leave expert gradients unreduced
-        # without a word, so the one number is checked here and handed to both.
+        # A size that differs between model and process groups would leave expert gradients
+        # unreduced without a word, so the one number is checked here and handed to both.
         raise InvalidArgument(
             explain(
                 "laying out the training",

@@ -1,11 +1,11 @@
 """Replays recorded expert choices in a Mixture-of-Experts model, through Megatron's RouterReplay.
 
-Routing replay ("R3"): the experts that the engine chose while sampling are chosen again in the trainer's
-forward and, where activations are recomputed, in the backward. Gate weights are computed anew from the
-router's scores of those experts, so the router still learns.
+Routing replay ("R3"): the experts that the engine chose while sampling are chosen again in the
+trainer's forward and, where activations are recomputed, in the backward. Gate weights are
+computed anew from the router's scores of those experts, so the router still learns.
 
-Megatron keeps one RouterReplay object in each router. We reach them through the model: Megatron's own
-global list mixes the routers of all models of a process.
+Megatron keeps one RouterReplay object in each router. We reach them through the model: Megatron's
+own global list mixes the routers of all models of a process.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def recording(model: Any) -> Iterator[list[Tensor]]:
 def replaying(model: Any, expert_ids: Tensor, tokens_shape: torch.Size) -> Iterator[None]:
     """Within it, one forward of `model` routes by `expert_ids` [B, T-1, layers, K].
 
-    Row t is the choice for token t; the last token of each row has none, because it is never fed to the
-    engine, and gets that of the token before: in a causal model without capacity limits its route
-    reaches no log-probability of a token that exists. Rows of padding need ids too, for the same reason
-    any valid ones.
+    Row t is the choice for token t; the last token of each row has none, because it is never fed
+    to the engine, and gets that of the token before: in a causal model without capacity limits
+    its route reaches no log-probability of a token that exists. Rows of padding need ids too, for
+    the same reason any valid ones.
 
     Where activations are recomputed in the backward, the ids stay until `finish_backward`.
 

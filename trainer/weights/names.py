@@ -1,8 +1,9 @@
 """Which part of which Megatron parameter is which canonical Hugging Face tensor.
 
-Megatron keeps q, k and v of one query group side by side in one matrix, and gate and up projection in
-another. `tensor_parts` lists, for a model, every canonical name with the part of the parameter that
-holds it. The same part is cut from anything of the parameter's shape: its gradient, Adam's moments.
+Megatron keeps q, k and v of one query group side by side in one matrix, and gate and up
+projection in another. `tensor_parts` lists, for a model, every canonical name with the part of
+the parameter that holds it. The same part is cut from anything of the parameter's shape: its
+gradient, Adam's moments.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TensorPart:
         return blocks[:, self.start : self.stop]
 
     def take(self, whole: Tensor) -> Tensor:
-        """The canonical tensor, contiguous. It shares memory with `whole` where the part is one run."""
+        """The canonical tensor, contiguous; it shares memory with `whole` if the part is one run."""
         return self.view(whole).reshape(self.shape)
 
     def put(self, whole: Tensor, canonical: Tensor) -> None:

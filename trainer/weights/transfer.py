@@ -24,8 +24,8 @@ def parts_of(model: Any) -> tuple[TensorPart, ...]:
 def export_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Canonical name and tensor, sorted by name; tied embeddings once, as Hugging Face saves them.
 
-    Tensors are contiguous and detached. Most share memory with the model and are made one at a time:
-    use each before the next optimizer step, or clone it.
+    Tensors are contiguous and detached. Most share memory with the model and are made one at a
+    time: use each before the next optimizer step, or clone it.
     """
     parameters = dict(unwrap(model).named_parameters())
     for part in parts_of(model):

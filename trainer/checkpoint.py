@@ -1,0 +1,412 @@
+"""Checkpoints: the whole state of a weight version in a folder, exact, whatever the layout.
+
+Format "hf-safetensors-1", a Hugging Face model folder with three files more:
+
+    model.safetensors          weights, canonical names; `transformers` loads the folder
+    config.json, tokenizer …   as in the model folder that the run began with
+    optimizer.safetensors      Adam's moments, exp_avg.<name> and exp_avg_sq.<name>; none before a
+    step random_state.safetensors   states of all generators trainer_state.json         step
+    count, scheduler, digests, checksums, and a hash of every file above
+
+No pickle. Nothing in it depends on how Megatron laid the tensors out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ledger.canonical import canonical_json
+from ledger.errors import AlreadyExists, Corrupt, NotFound, StorageFailed, explain
+from ledger.weights import TensorRecord, first_difference, weights_root
+from trainer.digests import (
+    optimizer_root,
+    random_state,
+    random_state_root,
+    records_of,
+    restore_random_state,
+)
+from trainer.state import MOMENTS, TrainState
+from trainer.weights import WEIGHTS_FILE, import_weights, read_safetensors, write_safetensors
+
+__all__ = ["FORMAT", "SavedCheckpoint", "load_checkpoint", "save_checkpoint"]
+
+FORMAT = "hf-safetensors-1"
+
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_RANDOM_FILE = "random_state.safetensors"
+_STATE_FILE = "trainer_state.json"
+_COPIED = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Files of the model folder that go along as they are, where they exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """What a `checkpoint_saved` event says."""
+
+    format: str
+    directory: Path
+    weights_root: bytes
+    optimizer_digest: bytes
+    random_state_digest: bytes
+    files: tuple[str, ...]
+    """Names in the folder, sorted."""
+    file_hashes: tuple[bytes, ...]
+    """blake3 of each file."""
+    file_sizes: tuple[int, ...]
+    """Bytes of each file."""
+    save_time_s: float
+
+
+def save_checkpoint(
+    state: TrainState, directory: str | Path, *, model_dir: str | Path
+) -> SavedCheckpoint:
+    """Write the state to `directory`, which appears whole or not at all.
+
+    Everything is written and synced in a folder beside it, which is then renamed. A crash leaves at
+    most such a folder (named `.<name>.…`), never a partial checkpoint. `model_dir` gives the
+    tokenizer's files. Where the folder is there already with this very state, nothing is written.
+
+    Raises AlreadyExists where it holds another state, Corrupt where its files are not what was
+    written, StorageFailed where the store does not take it.
+    """
+    began = time.monotonic()
+    target = Path(directory)
+    manifest = _describe(state)
+    if target.exists():
+        return _existing(target, manifest, began)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            manifest = _write(state, work, Path(model_dir), manifest)
+            try:
+                os.rename(work, target)
+            except OSError:
+                if not target.exists():
+                    raise
+                return _existing(target, manifest, began)
+            _sync(target.parent)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise StorageFailed(
+            explain("saving a checkpoint", on=str(target), found=error, do="check the disk")
+        ) from error
+    return _saved(target, manifest, began)
+
+
+def _describe(state: TrainState) -> dict[str, Any]:
+    """Everything trainer_state.json says except the hashes of files."""
+    moments = records_of(state.moments())
+    return {
+        "format": FORMAT,
+        "weights_root": weights_root(state.tensor_records()).hex(),
+        "optimizer_digest": state.optimizer_digest_from(moments).hex(),
+        "random_state_digest": state.random_state_digest().hex(),
+        "adam_step": state.adam_step(),
+        "scheduler": state.scheduler.state_dict(),
+        "moments": {record.name: record.checksum.hex() for record in moments},
+    }
+
+
+def _write(
+    state: TrainState, work: Path, model_dir: Path, manifest: dict[str, Any]
+) -> dict[str, Any]:
+    write_safetensors(work, state.export_weights(), state.hf_config)
+    save_file(dict(state.moments()), work / _OPTIMIZER_FILE)
+    save_file(random_state(), work / _RANDOM_FILE)
+    for name in _COPIED:
+        if (model_dir / name).is_file():
+            shutil.copyfile(model_dir / name, work / name)
+    files = {}
+    for path in sorted(work.iterdir()):
+        _sync(path)
+        files[path.name] = {"blake3": _file_hash(path).hex(), "size_bytes": path.stat().st_size}
+    manifest = {**manifest, "files": files}
+    (work / _STATE_FILE).write_text(canonical_json(manifest) + "\n", encoding="utf-8")
+    _sync(work / _STATE_FILE)
+    _sync(work)
+    return manifest
+
+
+def _existing(target: Path, manifest: dict[str, Any], began: float) -> SavedCheckpoint:
+    found = _read_manifest(target)
+    for key in ("format", "weights_root", "optimizer_digest", "random_state_digest"):
+        if found[key] != manifest[key]:
+            raise AlreadyExists(
+                explain(
+                    "saving a checkpoint",
+                    on=str(target),
+                    expected=f"nothing there, or this state: {key} {manifest[key]}",
+                    found=f"{key} {found[key]}",
+                    do="save under another name",
+                )
+            )
+    _check_files(target, _hashes(found), None)
+    return _saved(target, found, began)
+
+
+def _saved(target: Path, manifest: Mapping[str, Any], began: float) -> SavedCheckpoint:
+    sizes = {name: int(entry["size_bytes"]) for name, entry in manifest["files"].items()}
+    hashes = _hashes(manifest)
+    path = target / _STATE_FILE
+    sizes[_STATE_FILE], hashes[_STATE_FILE] = path.stat().st_size, _file_hash(path)
+    files = tuple(sorted(sizes))
+    return SavedCheckpoint(
+        format=FORMAT,
+        directory=target,
+        weights_root=bytes.fromhex(manifest["weights_root"]),
+        optimizer_digest=bytes.fromhex(manifest["optimizer_digest"]),
+        random_state_digest=bytes.fromhex(manifest["random_state_digest"]),
+        files=files,
+        file_hashes=tuple(hashes[name] for name in files),
+        file_sizes=tuple(sizes[name] for name in files),
+        save_time_s=time.monotonic() - began,
+    )
+
+
+def load_checkpoint(
+    state: TrainState,
+    directory: str | Path,
+    *,
+    expected_records: Sequence[TensorRecord] | None = None,
+    expected_files: Mapping[str, bytes] | None = None,
+    expected_optimizer_digest: bytes | None = None,
+    expected_random_state_digest: bytes | None = None,
+    version: int | None = None,
+) -> None:
+    """Make `state` (and the process's generators) exactly what was saved.
+
+    The expectations are what the ledger recorded: `expected_records` of weights_published,
+    `expected_files` (name → blake3) of checkpoint_saved. Without them the folder is checked against
+    itself. The schedule's position is restored; its rates stay those of `state`'s own settings, so
+    that a branch may go on with others.
+
+    All files are checked before anything is changed.
+
+    Raises NotFound where the folder or a file is missing; Corrupt where bytes differ, naming
+    version, file and the first tensor that differs with both checksums.
+    """
+    folder = Path(directory)
+    where = str(folder) if version is None else f"version {version}, {folder}"
+    manifest = _read_manifest(folder, where)
+    hashes = _hashes(manifest) if expected_files is None else dict(expected_files)
+    _check_files(folder, hashes, expected_records, where=where)
+    weights = read_safetensors(folder)
+    if expected_records is not None:
+        _check_tensors(expected_records, records_of(sorted(weights.items())), where)
+    moments = _read_tensors(folder / _OPTIMIZER_FILE, where)
+    random = _read_tensors(folder / _RANDOM_FILE, where)
+    step, scheduler = int(manifest["adam_step"]), manifest["scheduler"]
+    digest = optimizer_root(records_of(moments.items()), step, scheduler)
+    _check_digest("optimizer", digest, manifest, expected_optimizer_digest, where)
+    _check_digest(
+        "random_state", random_state_root(random), manifest, expected_random_state_digest, where
+    )
+    import_weights(state.model, weights)
+    _restore_adam(state, moments, step)
+    state.scheduler.num_steps = int(scheduler["num_steps"])
+    state.scheduler.step(0)
+    restore_random_state(random)
+
+
+def _restore_adam(state: TrainState, moments: Mapping[str, Tensor], step: int) -> None:
+    parameters = dict(state.model.named_parameters())
+    states: dict[str, dict[str, Any]] = {}
+    for inner in state.inner_optimizers():
+        inner.state.clear()
+    if moments:
+        for part in state.parts:
+            parameter = parameters[part.parameter]
+            held = states.setdefault(
+                part.parameter, {moment: torch.empty_like(parameter) for moment in MOMENTS}
+            )
+            for moment in MOMENTS:
+                part.put(held[moment], moments[f"{moment}.{part.name}"])
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for inner in state.inner_optimizers():
+        for group in inner.param_groups:
+            in_group = "step" in group
+            if in_group:
+                group["step"] = step
+            for parameter in group["params"] if moments else ():
+                held = states[names[id(parameter)]]
+                if not in_group:
+                    held["step"] = torch.tensor(float(step), dtype=torch.float32)
+                inner.state[parameter] = held
+
+
+def _read_manifest(folder: Path, where: str | None = None) -> dict[str, Any]:
+    path = folder / _STATE_FILE
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise Corrupt(
+                explain(
+                    "reading a checkpoint", on=str(path), expected=FORMAT, found=manifest["format"]
+                )
+            )
+    except FileNotFoundError:
+        raise NotFound(
+            explain(
+                "reading a checkpoint",
+                on=where or str(folder),
+                expected=f"a folder with {_STATE_FILE}",
+                found="no such file" if folder.is_dir() else "no such folder",
+                do="restore the folder, or start from another version that has a checkpoint",
+            )
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Corrupt(
+            explain("reading a checkpoint", on=str(path), expected=FORMAT, found=repr(error))
+        ) from error
+    return manifest
+
+
+def _hashes(manifest: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: bytes.fromhex(entry["blake3"]) for name, entry in manifest["files"].items()}
+
+
+def _check_files(
+    folder: Path,
+    hashes: Mapping[str, bytes],
+    records: Sequence[TensorRecord] | None,
+    *,
+    where: str | None = None,
+) -> None:
+    where = where or str(folder)
+    for name, expected in sorted(hashes.items()):
+        path = folder / name
+        if not path.is_file():
+            raise NotFound(
+                explain(
+                    "reading a checkpoint",
+                    on=where,
+                    expected=f"file {name}",
+                    found="no such file",
+                    do="restore the file, or start from another version that has a checkpoint",
+                )
+            )
+        found = _file_hash(path)
+        if found == expected:
+            continue
+        differing = _first_differing_tensor(folder, name, records)
+        raise Corrupt(
+            explain(
+                "reading a checkpoint",
+                on=f"{where}, file {name}" + (f", {differing}" if differing else ""),
+                expected=f"blake3 {expected.hex()}",
+                found=f"blake3 {found.hex()}",
+                do="restore the file from a copy, or start from another version",
+            )
+        )
+
+
+def _first_differing_tensor(
+    folder: Path, name: str, records: Sequence[TensorRecord] | None
+) -> str | None:
+    """Which tensor of a changed file differs, as far as checksums are known."""
+    try:
+        if name == WEIGHTS_FILE and records is not None:
+            return first_difference(records, records_of(sorted(read_safetensors(folder).items())))
+        if name == _OPTIMIZER_FILE:
+            known = _read_manifest(folder)["moments"]
+            found = records_of(sorted(_read_tensors(folder / name, str(folder)).items()))
+            expected = [
+                TensorRecord(r.name, r.dtype, r.shape, bytes.fromhex(known[r.name]))
+                for r in found
+                if r.name in known
+            ]
+            return first_difference(expected, found)
+    except Corrupt as error:
+        return f"which cannot be parsed ({str(error).splitlines()[-1].strip()})"
+    return None
+
+
+def _check_tensors(
+    expected: Sequence[TensorRecord], found: Sequence[TensorRecord], where: str
+) -> None:
+    differing = first_difference(expected, found)
+    if differing is not None:
+        raise Corrupt(
+            explain(
+                "reading a checkpoint",
+                on=f"{where}, file {WEIGHTS_FILE}, {differing}",
+                expected=f"weights with root {weights_root(expected).hex()}",
+                found=f"root {weights_root(found).hex()}",
+                do="restore the file from a copy, or start from another version",
+            )
+        )
+
+
+def _check_digest(
+    what: str,
+    found: bytes,
+    manifest: Mapping[str, Any],
+    recorded: bytes | None,
+    where: str,
+) -> None:
+    expected = recorded if recorded is not None else bytes.fromhex(manifest[f"{what}_digest"])
+    if found != expected:
+        raise Corrupt(
+            explain(
+                "reading a checkpoint",
+                on=f"{where}, {what.replace('_', ' ')}",
+                expected=f"digest {expected.hex()}",
+                found=f"digest {found.hex()}",
+                do="restore the folder from a copy, or start from another version",
+            )
+        )
+
+
+def _read_tensors(path: Path, where: str) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise NotFound(
+            explain("reading a checkpoint", on=where, expected=f"file {path.name}", found="none")
+        ) from None
+    except SafetensorError as error:
+        raise Corrupt(
+            explain("reading a checkpoint", on=str(path), expected="safetensors", found=error)
+        ) from error
+
+
+def _file_hash(path: Path) -> bytes:
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update_mmap(path)
+    return hasher.digest()
+
+
+def _sync(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
