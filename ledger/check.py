@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ledger.check_digests import wrong_experts, wrong_prompts, wrong_roots
 from ledger.check_rules import RULES, Rule
 from ledger.sql import connect
 from ledger.views import TableSource
@@ -33,7 +34,7 @@ class CheckReport:
     """What was checked and what was found."""
 
     rules: int
-    """Number of queries that were asked."""
+    """Number of rules that were applied."""
     violations: int
     """Number of all violations, also of those that are not listed."""
     findings: tuple[Finding, ...]
@@ -54,19 +55,22 @@ class CheckReport:
 
 
 def check_ledger(reader: TableSource, *, limit: int = 100) -> CheckReport:
-    """Ask every rule of `check_rules` over what `reader` sees.
+    """Apply every rule of `check_rules` and `check_digests` to what `reader` sees.
 
     At most `limit` violations of each rule are listed; all are counted. Raises what the reader
     raises where stored bytes are not what was committed: such bytes are not checked further.
     """
     findings: list[Finding] = []
     violations = 0
+    for wrong in (wrong_prompts(reader), wrong_roots(reader), wrong_experts(reader)):
+        violations += len(wrong)
+        findings.extend(Finding(*finding) for finding in wrong[:limit])
     with connect(reader) as con:
         for rule in RULES:
             rows = con.sql(_listing(rule), params=[limit]).fetchall()
             violations += rows[0][0] if rows else 0
             findings.extend(Finding(rule.invariant, rule.kind, *row[1:]) for row in rows)
-    return CheckReport(len(RULES), violations, tuple(findings))
+    return CheckReport(len(RULES) + 3, violations, tuple(findings))
 
 
 def _listing(rule: Rule) -> str:

@@ -204,9 +204,17 @@ _III = (
         " OR coalesce(e.span_starts[1], 0) <> 0 OR coalesce(e.span_ends[-1], 0) <> len(e.tokens)"
         " OR e.span_starts[2:] IS DISTINCT FROM e.span_ends[:-2]"
         " OR len(list_filter(list_zip(e.span_starts, e.span_ends), lambda x:"
-        " coalesce(x[1] >= x[2], true))) > 0",
+        " coalesce(x[1] > x[2] OR (x[1] = x[2] AND len(e.tokens) > 0), true))) > 0",
         "format('spans {} to {} do not cover {} tokens without hole or overlap',"
         " e.span_starts::VARCHAR, e.span_ends::VARCHAR, len(e.tokens))",
+        "e.index",
+    ),
+    _rows(
+        "III",
+        "segment_generated",
+        "len(list_filter(list_zip(e.span_versions, e.span_versions[2:]), lambda x:"
+        " x[2] <> -1 AND x[2] < x[1])) > 0",
+        "format('versions {} fall within one generation', e.span_versions::VARCHAR)",
         "e.index",
     ),
     Rule(

@@ -97,37 +97,20 @@ class Reader:
         """The result of one SQL query (DuckDB's dialect) over the views of this state.
 
         Raises:
-            InvalidArgument: the query is wrong, or gives no rows.
+            InvalidArgument: the query is wrong, or does not only read.
         """
-        import duckdb
+        from ledger.sql import run_query
 
-        connection = self.connect()
-        try:
-            result = connection.sql(query, params=params)
-            if result is None:
-                raise InvalidArgument(
-                    explain("a query gives no rows", on=query, expected="a SELECT")
-                )
-            return result.to_arrow_table()
-        except duckdb.Error as error:
-            raise InvalidArgument(
-                explain("a query failed", on=query.strip(), found=str(error))
-            ) from error
-        finally:
-            connection.close()
+        return run_query(self, query, params)
 
     def connect(self) -> duckdb.DuckDBPyConnection:
-        """A DuckDB connection with all views of this state; it reaches nothing else on the machine."""
-        import duckdb
+        """A DuckDB connection with all views of this state; it reaches nothing else on the machine.
 
-        from ledger.views import register_views
+        The caller closes it.
+        """
+        from ledger.sql import connect
 
-        connection = duckdb.connect(":memory:", config={"enable_external_access": "false"})
-        # Without this, a name in a query could pick up any variable of the caller.
-        connection.execute("SET python_enable_replacement_scans = false")
-        register_views(connection, self)
-        connection.execute("SET lock_configuration = true")
-        return connection
+        return connect(self)
 
     def _assemble(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> pa.Table:
         event_class(kind)

@@ -38,10 +38,17 @@ _METADATA = re.compile(r"\b(show|information_schema|pragma\w*|duckdb_\w+|sqlite_
 _EXPLAIN = re.compile(r"\s*explain\b(\s+analyze\b)?(\s*\([^)]*\))?", re.IGNORECASE)
 
 
-def connect(reader: TableSource, views: Sequence[str] | None = None) -> duckdb.DuckDBPyConnection:
+def connect(
+    reader: TableSource,
+    views: Sequence[str] | None = None,
+    *,
+    memory_limit: str | None = None,
+) -> duckdb.DuckDBPyConnection:
     """A connection in memory with the reader's views, closed to everything else.
 
-    `views` names those that will be asked; None registers all. The caller closes it. Raises what
+    `views` names those that will be asked; None registers all. The caller closes it. Nothing is
+    spilled to disk: a query that needs more than `memory_limit` ("2GB"; by default DuckDB's, most
+    of the machine's) fails. Raises InvalidArgument for a limit that is none, and what
     `reader.table` raises.
     """
     con = duckdb.connect(
@@ -54,9 +61,13 @@ def connect(reader: TableSource, views: Sequence[str] | None = None) -> duckdb.D
         },
     )
     try:
+        # Without this, a name in a query could pick up any variable of the caller.
         con.execute("SET python_enable_replacements = false")
+        if memory_limit is not None:
+            _limit_memory(con, memory_limit)
         register_views(con, reader, views)
         con.execute("SET enable_external_access = false")
+        con.execute("SET lock_configuration = true")
     except BaseException:
         con.close()
         raise
@@ -80,11 +91,7 @@ def run_query(
     DuckDB's own and names the views), or used up its time or memory. Raises what the reader raises
     where stored bytes are not what was committed.
     """
-    with connect(reader, views_in(sql)) as con:
-        if memory_limit is not None:
-            with _translated(sql):
-                con.execute("SET memory_limit = $1", [memory_limit])
-        con.execute("SET lock_configuration = true")
+    with connect(reader, views_in(sql), memory_limit=memory_limit) as con:
         with _translated(sql):
             _refuse_changes(con, sql)
         with _translated(sql), _interrupted(con, sql, timeout_s):
@@ -100,6 +107,20 @@ def views_in(sql: str) -> list[str] | None:
         return None
     words = {word.lower() for word in _WORD.findall(sql)}
     return [name for name in view_names() if name in words]
+
+
+def _limit_memory(con: duckdb.DuckDBPyConnection, memory_limit: str) -> None:
+    try:
+        con.execute("SET memory_limit = $1", [memory_limit])
+    except duckdb.Error as error:
+        raise InvalidArgument(
+            explain(
+                "limiting the memory of queries",
+                on=memory_limit,
+                expected="a size such as 500MB or 2GB",
+                found=str(error).strip(),
+            )
+        ) from error
 
 
 def _bound(params: Sequence[Any] | Mapping[str, Any] | None) -> Any:
@@ -150,7 +171,7 @@ def _translated(sql: str) -> Iterator[None]:
     try:
         yield
     except duckdb.InterruptException:
-        raise
+        raise  # its own message, where the timer is
     except duckdb.OutOfMemoryException as error:
         raise InvalidArgument(
             explain(
@@ -158,7 +179,7 @@ def _translated(sql: str) -> Iterator[None]:
                 on=_shortened(sql),
                 expected="a query that fits the memory limit",
                 found=str(error).strip(),
-                do="raise the memory limit, or ask for fewer rows or columns",
+                do="raise --memory-limit, or ask for fewer rows or columns",
             )
         ) from error
     except duckdb.Error as error:

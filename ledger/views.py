@@ -15,7 +15,7 @@ import pyarrow as pa
 import ledger.events  # noqa: F401 — fills EVENTS
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import EVENTS
-from ledger.view_definitions import VIEWS, ViewColumn, event_columns
+from ledger.view_definitions import PLACE, VIEWS, ViewColumn, event_columns
 
 __all__ = ["TableSource", "describe_view", "register_views", "view_names"]
 
@@ -70,7 +70,7 @@ def register_views(
             return
         done.add(name)
         if name in EVENTS:
-            con.register(name, reader.table(name))
+            con.register(name, _placed(reader.table(name)))
             return
         view = VIEWS[name]
         for used in view.uses:
@@ -79,3 +79,13 @@ def register_views(
 
     for name in (*VIEWS, *EVENTS) if only is None else only:
         register(name)
+
+
+def _placed(table: pa.Table) -> pa.Table:
+    """The same columns with run_id, branch and seq first, each once.
+
+    Where an event has a column of its own with such a name, the place is what the reader added.
+    """
+    last = {name: i for i, name in enumerate(table.column_names)}
+    own = [i for name, i in last.items() if name not in PLACE]
+    return table.select([last[name] for name in PLACE] + own)

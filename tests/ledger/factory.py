@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
+from ledger import Ledger, open_ledger
 from ledger.events import (
     EVENTS,
     BranchForked,
@@ -43,6 +44,7 @@ from ledger.events import (
     StepCommitted,
     WeightsPublished,
 )
+from ledger.weights import TensorRecord, weights_root
 
 RUN = "run"
 SPECIAL = np.array([-0.0, -np.inf, np.nan], dtype=np.float32)
@@ -221,16 +223,24 @@ def step(
     )
 
 
+def tensors(version: int) -> list[TensorRecord]:
+    return [
+        TensorRecord("a", "float32", (2, 3), digest(f"a{version}")),
+        TensorRecord("b", "float32", (4,), digest(f"b{version}")),
+    ]
+
+
 def weights(version: int, parent: int | None, made_by: int | None) -> WeightsPublished:
+    records = tensors(version)
     return WeightsPublished(
         weight_version=version,
         parent_version=parent,
         step=made_by,
-        tensor_names=["a", "b"],
-        tensor_dtypes=["float32", "float32"],
-        tensor_shapes=[longs(2, 3), longs(4)],
-        tensor_checksums=[digest(f"a{version}"), digest(f"b{version}")],
-        root=digest(f"root {version}"),
+        tensor_names=[r.name for r in records],
+        tensor_dtypes=[r.dtype for r in records],
+        tensor_shapes=[longs(*r.shape) for r in records],
+        tensor_checksums=[r.checksum for r in records],
+        root=weights_root(records),
         size_bytes=40,
         transport="memory",
         acknowledged_by=["scripted"],
@@ -241,7 +251,7 @@ def checkpoint(version: int, made_by: int | None) -> CheckpointSaved:
     return CheckpointSaved(
         weight_version=version,
         step=made_by,
-        weights_root=digest(f"root {version}"),
+        weights_root=weights_root(tensors(version)),
         optimizer_digest=digest(f"optimizer {version}"),
         random_state_digest=digest("random"),
         format="hf-safetensors-1",
@@ -391,21 +401,18 @@ def story() -> list[Commit]:
     )
 
 
-def write_story(folder: Path) -> Any:
+def write_story(folder: Path) -> Ledger:
     """A ledger in `folder` with the whole story in it, open."""
-    from ledger import open_ledger
-
     ledger = open_ledger(folder, create=True)
     ledger.create_run(RUN)
+    commits = story()
     with ledger.writer(RUN, "main", producer="factory") as writer:
-        for commit in story():
+        for commit in commits:
             if commit.branch == "main":
-                receipt = writer.append(commit.events)
-                if any(event.KIND == "sample_decided" for event in commit.events):
-                    fork_seq = receipt.last_seq
-    fork, later = (commit.events for commit in story() if commit.branch == "rloo")
-    forked = dataclasses.replace(fork[0], fork_seq=fork_seq)  # type: ignore[arg-type]
-    with ledger.fork(RUN, forked, producer="factory") as writer:
+                writer.append(commit.events)
+    (fork,), later = (commit.events for commit in commits if commit.branch == "rloo")
+    assert isinstance(fork, BranchForked)
+    with ledger.fork(RUN, fork, producer="factory") as writer:
         writer.append(later)
     return ledger
 
@@ -455,7 +462,9 @@ def story_tables(branch: str | None = None) -> dict[str, pa.Table]:
     if branch == forks[0].branch:
         fork_seq = forks[0].fork_seq
     for commit in story():
-        for event in commit.events:
+        # One append numbers its events kind by kind, in order of first appearance.
+        kinds = list(dict.fromkeys(event.KIND for event in commit.events))
+        for event in sorted(commit.events, key=lambda e: kinds.index(e.KIND)):
             seq += 1
             seen = (
                 branch is None

@@ -1,0 +1,151 @@
+"""How the command line prints: tables with full values, JSON, files of other formats, no surprises."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import math
+import sys
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from ledger.errors import InvalidArgument, explain
+
+__all__ = ["FORMATS", "console", "plain", "print_json", "printable", "write_table"]
+
+FORMATS = ("table", "csv", "json", "parquet", "arrow")
+_PLAIN_WIDTH = 100_000
+"""Columns of output that is no terminal: nothing is wrapped or cut there."""
+
+
+def console() -> Console:
+    """Standard output: colours and the terminal's width where it is one, plain text where not."""
+    if sys.stdout.isatty():
+        return Console()
+    return Console(width=_PLAIN_WIDTH, no_color=True, legacy_windows=False)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters shown as escapes: no stored text can drive the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def plain(value: Any) -> Any:
+    """A JSON-ready value. Bytes become hexadecimal; floats that JSON lacks become 'nan', 'inf'."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).hex()
+    if isinstance(value, datetime.datetime | datetime.date):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def print_json(value: Any) -> None:
+    """`value` as JSON on standard output."""
+    json.dump(plain(value), sys.stdout, ensure_ascii=False, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def write_table(table: pa.Table, format_: str) -> None:
+    """Write a query's result to standard output. Raises InvalidArgument for bytes to a terminal."""
+    if format_ == "table":
+        _print_table(table)
+    elif format_ == "json":
+        print_json(_rows(table))
+    elif format_ == "csv":
+        _print_csv(table)
+    else:
+        sink = _binary_output(format_)
+        if format_ == "parquet":
+            made = io.BytesIO()
+            pq.write_table(table, made)
+            sink.write(made.getbuffer())
+        else:
+            with pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+        sink.flush()
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows as dictionaries; a column whose name occurs again gets a number."""
+    return list(table.rename_columns(_distinct(table.column_names)).to_pylist(maps_as_pydicts="lossy"))
+
+
+def _distinct(names: list[str]) -> list[str]:
+    made: list[str] = []
+    for name in names:
+        candidate, number = name, 0
+        while candidate in made:
+            number += 1
+            candidate = f"{name}_{number}"
+        made.append(candidate)
+    return made
+
+
+def _print_table(table: pa.Table) -> None:
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    names = _distinct(table.column_names)
+    for name, field in zip(names, table.schema, strict=True):
+        number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+        drawn.add_column(printable(name), justify="right" if number else "left", overflow="fold")
+    for row in _rows(table):
+        drawn.add_row(*(_cell(row[name]) for name in names))
+    out = console()
+    out.print(drawn, markup=False)
+    out.print(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, float):
+        return repr(value)
+    simple = plain(value)
+    return printable(simple if isinstance(simple, str) else json.dumps(simple, ensure_ascii=False))
+
+
+def _print_csv(table: pa.Table) -> None:
+    """Header and rows; NULL is an empty field, lists are JSON, floats keep their shortest form."""
+    names = _distinct(table.column_names)
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(names)
+    for row in _rows(table):
+        writer.writerow("" if row[name] is None else _field(row[name]) for name in names)
+
+
+def _field(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return repr(value)
+    simple = plain(value)
+    return simple if isinstance(simple, str) else json.dumps(simple, ensure_ascii=False)
+
+
+def _binary_output(format_: str) -> BinaryIO:
+    if sys.stdout.isatty():
+        raise InvalidArgument(
+            explain(
+                "writing a result",
+                on=f"--format {format_}",
+                expected="a file or a pipe",
+                found="a terminal",
+                do=f"add: > result.{format_}",
+            )
+        )
+    return sys.stdout.buffer

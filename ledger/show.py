@@ -1,0 +1,200 @@
+"""Shows one trajectory as a person reads it: turns, text, tokens, masks, log-probs, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ledger.errors import NotFound, explain
+from ledger.output import printable
+from ledger.sql import run_query
+from ledger.views import TableSource
+
+__all__ = ["draw_trajectory", "read_trajectory"]
+
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+def read_trajectory(reader: TableSource, index: int) -> dict[str, Any]:
+    """Everything about one sample: its row in `samples`, its pieces, tokens, scores and decisions.
+
+    Keys: sample, prompt, pieces, tokens, scores, decisions, trained (steps in order). The tokens
+    carry the trainer's numbers of the last step. Raises NotFound where no prompt was issued for
+    `index`.
+    """
+
+    def ask(sql: str) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = run_query(reader, sql, [index]).to_pylist()
+        return rows
+
+    samples = ask("SELECT s.* FROM samples AS s WHERE s.index = $1")
+    if not samples:
+        known = run_query(
+            reader, "SELECT min(s.index) AS low, max(s.index) AS high FROM samples AS s"
+        ).to_pylist()[0]
+        found = (
+            "no samples"
+            if known["low"] is None
+            else f"samples {known['low']} to {known['high']}, not this one"
+        )
+        raise NotFound(
+            explain(
+                "showing a trajectory",
+                on=f"sample {index}",
+                expected="the index of a sample that was issued",
+                found=found,
+                do="find one: ledger sql \"SELECT index, reward FROM samples\"",
+            )
+        )
+    sample = samples[0]
+    return {
+        "sample": sample,
+        "prompt": ask(
+            "SELECT p.text, p.tokens, p.label, p.source, p.source_row FROM prompts AS p "
+            "WHERE list_contains(p.indices, $1)"
+        )[0],
+        "pieces": ask(
+            "SELECT 'segment' AS piece, s.segment, s.turn, s.start, s.length, 'sampled' AS source,\n"
+            "       NULL AS text, s.span_starts, s.span_ends, s.span_versions, s.finish_reason,\n"
+            "       s.temperature, s.top_p, s.top_k, s.sampling_seed, s.logprob_mode, s.engine\n"
+            "FROM segments AS s WHERE s.index = $1\n"
+            "UNION ALL BY NAME\n"
+            "SELECT 'observation' AS piece, o.turn, o.start, len(o.tokens) AS length, o.source,\n"
+            "       o.text FROM observation_appended AS o WHERE o.index = $1\n"
+            "ORDER BY start"
+        ),
+        "tokens": ask(
+            "SELECT t.position, t.token, t.source, t.turn, t.loss_mask, t.rollout_log_prob,\n"
+            "       t.log_prob, t.weight_version, t.advantage\n"
+            "FROM tokens AS t WHERE t.index = $1 ORDER BY t.position"
+        ),
+        "scores": ask(
+            "SELECT s.raw_reward, s.reward, s.part_names, s.part_values, s.verifier,\n"
+            "       s.verifier_version, s.response_text, s.branch, s.seq\n"
+            "FROM sample_scored AS s WHERE s.index = $1 ORDER BY s.seq"
+        ),
+        "decisions": ask(
+            "SELECT d.decision, d.reason, d.rule, d.branch, d.seq\n"
+            "FROM decisions AS d WHERE d.index = $1 ORDER BY d.seq"
+        ),
+        "trained": ask(
+            "SELECT c.branch, c.step, c.position, c.micro_batch, c.weight_version_in,\n"
+            "       c.weight_version_out\n"
+            "FROM consumption AS c WHERE c.index = $1 ORDER BY c.weight_version_out"
+        ),
+    }
+
+
+def draw_trajectory(found: dict[str, Any]) -> Group:
+    """What `read_trajectory` found, to print with rich. Each weight version has its colour."""
+    sample = found["sample"]
+    head = Text(f"sample {sample['index']}", style="bold")
+    head.append(
+        f"  rollout {sample['rollout_id']}  group {sample['group_index']}"
+        f"  rollout step {sample['rollout_step']}  run {sample['run_id']}"
+        f"  branch {sample['branch']}",
+        style="not bold",
+    )
+    parts: list[Any] = [head, *_fates(found), Text(), Text("prompt", style="bold")]
+    parts.append(_indented(found["prompt"]["text"]))
+    for piece in found["pieces"]:
+        parts.append(_piece_line(piece))
+        if piece["text"] is not None:
+            parts.append(_indented(piece["text"]))
+    text = next((s["response_text"] for s in reversed(found["scores"]) if s["response_text"]), None)
+    if text is not None:
+        parts.extend([Text("response, as it was judged", style="bold"), _indented(text)])
+    if found["tokens"]:
+        parts.extend([Text(), _token_table(found["tokens"])])
+    return Group(*parts)
+
+
+def _fates(found: dict[str, Any]) -> list[Text]:
+    """Scores, decisions and steps, one line each, in order; the last score counts."""
+    lines = []
+    for score in found["scores"]:
+        named = zip(score["part_names"], score["part_values"], strict=True)
+        parts = ", ".join(f"{name} {value:g}" for name, value in named)
+        lines.append(
+            Text(
+                f"  reward {score['reward']:g} (raw {score['raw_reward']:g}"
+                + (f"; {parts}" if parts else "")
+                + f") by {score['verifier']} {score['verifier_version']}"
+            )
+        )
+    for decision in found["decisions"]:
+        because = f": {decision['reason']}" if decision["reason"] else ""
+        lines.append(Text(f"  {decision['decision']}{because} (by {decision['rule']})"))
+    for step in found["trained"]:
+        lines.append(
+            Text(
+                f"  trained in step {step['step']} of {step['branch']}, micro-batch "
+                f"{step['micro_batch']}: version {step['weight_version_in']} → "
+                f"{step['weight_version_out']}"
+            )
+        )
+    return lines
+
+
+def _piece_line(piece: dict[str, Any]) -> Text:
+    line = Text(f"turn {piece['turn']}  {piece['piece']}", style="bold")
+    line.append(f"  {piece['length']} tokens", style="not bold")
+    if piece["piece"] == "observation":
+        line.append(f" from {piece['source']}", style="not bold")
+        return line
+    for start, end, version in zip(
+        piece["span_starts"], piece["span_ends"], piece["span_versions"], strict=True
+    ):
+        line.append("  ")
+        known = version if version >= 0 else None
+        label = "unknown version" if known is None else f"version {version}"
+        line.append(f"[{start}:{end}] {label}", style=_version_style(known))
+    line.append(
+        f"  {piece['finish_reason']}  temperature {piece['temperature']:g}  top_p "
+        f"{piece['top_p']:g}  top_k {piece['top_k']}  seed {piece['sampling_seed']}"
+        f"  log-probs {piece['logprob_mode']}  {piece['engine']}",
+        style="not bold dim",
+    )
+    return line
+
+
+def _token_table(tokens: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("position", "token", "mask", "version", "rollout lp", "trainer lp", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("advantage", justify="right", no_wrap=True)
+    table.add_column("source", no_wrap=True)
+    for token in tokens:
+        rollout, trainer = token["rollout_log_prob"], token["log_prob"]
+        both = rollout is not None and trainer is not None
+        version = token["weight_version"]
+        table.add_row(
+            str(token["position"]),
+            str(token["token"]),
+            str(token["loss_mask"]),
+            "" if version is None else str(version),
+            _number(rollout),
+            _number(trainer),
+            f"{trainer - rollout:+.2e}" if both else "",
+            _number(token["advantage"]),
+            token["source"],
+            style=_version_style(version) if token["source"] == "sampled" else "dim",
+        )
+    return table
+
+
+def _version_style(version: int | None) -> str:
+    return "" if version is None else _COLOURS[version % len(_COLOURS)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
+def _indented(text: str) -> Text:
+    # A model's text may hold anything: control characters must not reach the terminal.
+    lines = ["  " + printable(line) for line in text.splitlines()]
+    return Text("\n".join(lines) or "  (empty)")
