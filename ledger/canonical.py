@@ -19,7 +19,7 @@ __all__ = ["canonical_json", "json_digest"]
 
 
 def canonical_json(obj: object) -> str:
-    """JSON of `obj` that depends on its value only: keys sorted, no spaces, floats in shortest form.
+    """JSON of `obj` that depends on its value only: keys sorted, no spaces, floats shortest.
 
     Dataclasses become objects, paths strings, bytes hexadecimal text, tuples and arrays lists.
 

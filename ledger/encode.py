@@ -22,7 +22,7 @@ _MAX_VALUES = 2**31 - 1  # list offsets are 32 bit
 
 
 def refuse(kind: str, row: int, field: str, expected: object, found: object) -> NoReturn:
-    """Raise the InvalidEvent that names event, row and field, and both sides of the disagreement."""
+    """Raise the InvalidEvent that names event, row and field, and what disagrees."""
     raise InvalidEvent(
         explain(
             "an event was refused, and nothing of its append was stored",
@@ -36,11 +36,11 @@ def refuse(kind: str, row: int, field: str, expected: object, found: object) -> 
 def events_to_table(events: Sequence[Event], *, recorded_at: int | None = None) -> pa.Table:
     """One table, in the layout's schema and the order given, of events of one kind.
 
-    `recorded_at` (microseconds since 1970-01-01 UTC) fills that field where an event leaves it open.
+    `recorded_at` (microseconds since 1970-01-01 UTC) fills that field where it is open.
 
     Raises:
         InvalidEvent: null in a non-null column, a wrong type or dtype, a value out of range, events
-            of different kinds. Integers arrays of another width are taken where all values fit;
+            of different kinds. Integer arrays of another width are taken where all values fit;
             float arrays must have exactly the declared dtype.
     """
     if not events:
@@ -83,7 +83,7 @@ def _encode(kind: str, column: Column, values: list[Any]) -> pa.Array:
 def _encode_list(kind: str, column: Column, values: list[Any], nulls: np.ndarray) -> pa.Array:
     value_type = column.type.value_type
     if pa.types.is_list(value_type):
-        inner_type: np.dtype[Any] | None = np.dtype(value_type.value_type.to_pandas_dtype())
+        inner_type: np.dtype[Any] = np.dtype(value_type.value_type.to_pandas_dtype())
         flat_parts: list[np.ndarray] = []
         counts = np.zeros(len(values), np.int64)
         for row, value in enumerate(values):
@@ -168,7 +168,7 @@ _Check = Callable[[Any], str | None]
 
 
 def _scalar_check(arrow_type: pa.DataType) -> tuple[_Check, np.dtype[Any] | None]:
-    """A function that says what is wrong with a value, and the numpy dtype of the column, if any."""
+    """A function that says what a value should be, if it is not, and the column's numpy dtype."""
     if pa.types.is_boolean(arrow_type):
         return (lambda v: None if isinstance(v, bool | np.bool_) else "a bool"), np.dtype(bool)
     if pa.types.is_timestamp(arrow_type):

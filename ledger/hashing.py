@@ -1,8 +1,8 @@
 """Hashes over what events *mean*, not over how a file spells it.
 
-The logical hash of a table depends on kind, layout, field ids, types, nulls and values alone: not on
-chunks, slices, list offsets, the bytes under a null, nor on the file format. So compaction into
-another format leaves every link of the chain valid. All hashes are blake3, 32 bytes.
+The logical hash of a table depends on kind, layout, field ids, types, nulls and values alone:
+not on chunks, slices, list offsets, the bytes under a null, nor on the file format. So compaction
+into another format leaves every link of the chain valid. All hashes are blake3, 32 bytes.
 
 A column is taken apart into *streams* of bytes: nulls, lengths, values. Both the logical hash (a
 digest a stream) and the content hash of a row (its slice of every stream) are made from them.
@@ -56,7 +56,7 @@ def logical_hash(table: pa.Table) -> bytes:
 
 
 def digest_of_columns(kind: str, layout: int, rows: int, digests: dict[int, bytes]) -> bytes:
-    """The hash over the digests of columns, by field id. With all of them it is the logical hash."""
+    """The hash over digests of columns, by field id. With all columns it is the logical hash."""
     head = _pack(b"ledger.logical.1", kind.encode(), layout, rows, len(digests))
     body = b"".join(_pack(field_id, digests[field_id]) for field_id in sorted(digests))
     return blake3(head + body).digest()
@@ -110,7 +110,7 @@ def _hash_rows(prefix: bytes, content: Sequence[Column], batch: pa.RecordBatch) 
     parts: list[tuple[bytes, np.ndarray | None, list[tuple[memoryview, list[int]]]]] = []
     for column, chunk in zip(content, batch.columns, strict=True):
         array = _as_declared(chunk, column.type)
-        streams = [(memoryview(data), bounds.tolist()) for data, bounds in _streams(array, each)]
+        streams = [(_view(data), bounds.tolist()) for data, bounds in _streams(array, each)]
         valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
         parts.append((_pack(column.field_id), valid, streams))
     hashes = []
@@ -158,7 +158,7 @@ def _pack(*parts: bytes | int) -> bytes:
 
 
 def _as_declared(array: pa.Array, declared: pa.DataType) -> pa.Array:
-    """The array in its declared type: other formats give masks as booleans, texts as dictionaries."""
+    """The array in its declared type: other formats give a mask as booleans, say."""
     return array if _name_or_none(array.type) == type_name(declared) else array.cast(declared)
 
 
@@ -171,7 +171,7 @@ def _name_or_none(arrow_type: pa.DataType) -> str | None:
 
 
 def _streams(array: pa.Array, bounds: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Bytes (1-D uint8) of each stream of `array`, with `bounds` (element offsets) as byte offsets."""
+    """The bytes (1-D uint8) of each stream of `array`, and `bounds` (in elements) in bytes."""
     arrow_type = array.type
     if pa.types.is_list(arrow_type):
         offsets = array.offsets.to_numpy().astype(np.int64)
@@ -208,6 +208,10 @@ def _streams(array: pa.Array, bounds: np.ndarray) -> Iterator[tuple[np.ndarray, 
         raw[array.is_null().to_numpy(zero_copy_only=False)] = 0
         raw = raw.reshape(-1)
     yield raw, bounds * width_bytes
+
+
+def _view(data: Any) -> memoryview:
+    return memoryview(data)
 
 
 def _bytes_of(buffer: pa.Buffer | None) -> np.ndarray:

@@ -1,8 +1,313 @@
-"""Temporary."""
+"""The four invariants, checked on the rows of an append before anything of it is stored.
 
-from collections.abc import Mapping
+    I    every sampled token has a log-prob, a seed, sampling parameters and a weight version
+    II   every token that enters a loss was sampled, and is masked in
+    III  versions are published before they are cited, and spans of versions follow each other
+    IV   weights are named by names, shapes, dtypes and checksums, and their root says so
 
+Log-probs themselves are stored as the engine gave them, NaN, infinities and positive values
+included: the ledger records what happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
 import pyarrow as pa
+from blake3 import blake3
+
+from ledger.columns import Rows
+from ledger.events import UNKNOWN_VERSION
+from ledger.lookup import pieces_of
+from ledger.weights import TensorRecord, weights_root
+
+__all__ = ["DECISIONS", "FINISH_REASONS", "LOGPROB_MODES", "OBSERVERS", "Lookup", "check_tables"]
+
+LOGPROB_MODES = ("full", "processed")
+FINISH_REASONS = ("stop", "length", "abort")
+OBSERVERS = ("tool", "environment", "user", "system")
+DECISIONS = ("kept", "filtered", "aborted", "surplus", "stale", "recycled", "failed")
+BRANCH_DATA = ("recorded", "fresh")
 
 
-def check_tables(tables: Mapping[str, pa.Table], lookup: object) -> None: ...
+class Lookup(Protocol):
+    """What a check asks of the events that are stored already."""
+
+    def published(self, versions: Sequence[int]) -> set[int]:
+        """Those of `versions` that have been published."""
+
+    def pieces(self, indices: np.ndarray) -> pa.Table:
+        """Pieces of the responses of the samples `indices`: index, start, length, sampled."""
+
+
+def check_tables(tables: Mapping[str, pa.Table], lookup: Lookup) -> None:
+    """Check the tables of one append, by kind; they may cite each other and what is stored.
+
+    Raises:
+        InvalidEvent: naming event, row, field, expected and found.
+    """
+    known = _KnownVersions(tables, lookup)
+    for kind, table in tables.items():
+        rows = Rows(kind, table)
+        check = _CHECKS.get(kind)
+        if check is not None:
+            check(rows)
+        if kind == "segment_generated":
+            _check_span_versions(rows, known)
+        elif kind == "step_committed":
+            known.require(rows, "weight_version_in")
+        elif kind == "signal_recorded":
+            _check_masks(rows, tables, lookup)
+
+
+def _check_prompt(rows: Rows) -> None:
+    rows.same_length("indices", "rollout_ids")
+    rows.at_least("tokens", 0)
+    tokens, offsets = rows.flat("tokens")
+    found = rows.scalars("prompt_id")
+    raw = tokens.astype("<i4", copy=False).view(np.uint8)
+    for row, prompt_id in enumerate(found):
+        wanted = blake3(raw[offsets[row] * 4 : offsets[row + 1] * 4]).digest()
+        if wanted != prompt_id:
+            rows.refuse(row, "prompt_id", f"blake3 of the ids: {wanted.hex()}", prompt_id.hex())
+
+
+def _check_segment(rows: Rows) -> None:
+    rows.one_of("logprob_mode", LOGPROB_MODES)
+    rows.one_of("finish_reason", FINISH_REASONS)
+    for name in ("sampling_seed", "start", "segment", "turn"):
+        rows.at_least(name, 0)
+    rows.at_least("tokens", 0)
+    rows.same_length("tokens", "rollout_log_probs")
+    rows.same_length("tokens", "sampler_log_probs")
+    rows.same_length("span_starts", "span_ends")
+    rows.same_length("span_starts", "span_versions")
+    rows.unique("index", "segment")
+    _check_spans(rows)
+
+
+def _check_spans(rows: Rows) -> None:
+    """Spans must follow each other without a hole or an overlap, from 0 to the last token."""
+    starts, offsets = rows.flat("span_starts")
+    ends, _ = rows.flat("span_ends")
+    lengths = rows.lengths("tokens")
+    counts = np.diff(offsets)
+    empty = (counts == 0) & (lengths > 0)
+    if empty.any():
+        row = int(empty.argmax())
+        rows.refuse(row, "span_starts", f"spans over all {lengths[row]} tokens", "no span")
+    owner = np.repeat(np.arange(rows.count), counts)
+    expected_starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    first = np.zeros(len(starts), bool)
+    first[offsets[:-1][counts > 0]] = True
+    expected_starts = np.where(first, 0, expected_starts)
+    wrong = starts != expected_starts
+    if wrong.any():
+        at = int(wrong.argmax())
+        rows.refuse(
+            int(owner[at]), "span_starts", f"a span from {expected_starts[at]}", int(starts[at])
+        )
+    # A segment without tokens may name the version that sampled none of them.
+    shrunk = (ends < starts) | ((ends == starts) & (lengths[owner] > 0))
+    if shrunk.any():
+        at = int(shrunk.argmax())
+        rows.refuse(
+            int(owner[at]), "span_ends", f"an end above its start {starts[at]}", int(ends[at])
+        )
+    last = ends[offsets[1:][counts > 0] - 1]
+    short = last != lengths[counts > 0]
+    if short.any():
+        row = int(np.flatnonzero(counts > 0)[short.argmax()])
+        rows.refuse(
+            row, "span_ends", f"a last span that ends at {lengths[row]}", int(last[short.argmax()])
+        )
+
+
+def _check_span_versions(rows: Rows, known: _KnownVersions) -> None:
+    known.require(rows, "span_versions")
+    versions, offsets = rows.flat("span_versions")
+    owner = np.repeat(np.arange(rows.count), np.diff(offsets))
+    falls = (versions[1:] < versions[:-1]) & (owner[1:] == owner[:-1])
+    falls &= versions[1:] != UNKNOWN_VERSION
+    if falls.any():
+        at = int(falls.argmax()) + 1
+        rows.refuse(
+            int(owner[at]), "span_versions", f"a version from {versions[at - 1]}", int(versions[at])
+        )
+
+
+def _check_observation(rows: Rows) -> None:
+    rows.one_of("source", OBSERVERS)
+    rows.at_least("tokens", 0)
+    rows.at_least("start", 0)
+    rows.at_least("turn", 0)
+
+
+def _check_routing(rows: Rows) -> None:
+    for name in ("rows", "layers", "topk", "num_experts"):
+        rows.at_least(name, 0 if name == "rows" else 1)
+    rows.at_least("start", 0)
+    shape = [rows.numbers(name) for name in ("rows", "layers", "topk")]
+    cells = shape[0] * shape[1] * shape[2]
+    experts = rows.numbers("num_experts")
+    data, weights = rows.scalars("expert_ids"), rows.scalars("weights")
+    for row, dtype in enumerate(rows.scalars("dtype")):
+        wanted = "uint8" if experts[row] <= 256 else "uint16"
+        if dtype != wanted:
+            rows.refuse(row, "dtype", f"{wanted} for {experts[row]} experts", dtype)
+        size = int(cells[row]) * np.dtype(dtype).itemsize
+        if len(data[row]) != size:
+            found = f"{len(data[row])} bytes"
+            rows.refuse(row, "expert_ids", f"{cells[row]} ids of {dtype}: {size} bytes", found)
+        if weights[row] is not None and len(weights[row]) != int(cells[row]) * 4:
+            found = f"{len(weights[row])} bytes"
+            rows.refuse(row, "weights", f"{cells[row]} float32 values", found)
+        if size and experts[row] <= np.iinfo(dtype).max:
+            largest = int(np.frombuffer(data[row], dtype).max())
+            if largest >= experts[row]:
+                rows.refuse(row, "expert_ids", f"ids below {experts[row]}", largest)
+
+
+def _check_score(rows: Rows) -> None:
+    rows.same_length("part_names", "part_values")
+
+
+def _check_decision(rows: Rows) -> None:
+    rows.one_of("decision", DECISIONS)
+
+
+def _check_signal(rows: Rows) -> None:
+    for name in ("log_probs", "advantages", "ref_log_probs", "values", "returns"):
+        rows.same_length("loss_mask", name)
+    mask, offsets = rows.flat("loss_mask")
+    wrong = mask > 1
+    if wrong.any():
+        at = int(wrong.argmax())
+        row = int(np.searchsorted(offsets, at, "right")) - 1
+        rows.refuse(row, "loss_mask", "0 or 1", int(mask[at]))
+    rows.unique("index", "step")
+
+
+def _check_masks(rows: Rows, tables: Mapping[str, pa.Table], lookup: Lookup) -> None:
+    """A mask is as long as the stored response, and 1 only where a segment sampled the token."""
+    indices = rows.numbers("index")
+    pieces = [lookup.pieces(indices)]
+    pieces += [
+        pieces_of(kind, tables[kind])
+        for kind in ("segment_generated", "observation_appended")
+        if kind in tables
+    ]
+    table = pa.concat_tables(pieces).combine_chunks()
+    owners, starts, lengths = (table.column(n).to_numpy() for n in ("index", "start", "length"))
+    sampled = table.column("sampled").to_numpy()
+    mask, offsets = rows.flat("loss_mask")
+    order = np.lexsort((starts, owners))
+    first = np.searchsorted(owners[order], indices, "left")
+    last = np.searchsorted(owners[order], indices, "right")
+    for row, index in enumerate(indices):
+        end = 0
+        of_row = mask[offsets[row] : offsets[row + 1]]
+        for piece in order[first[row] : last[row]]:
+            start, length = int(starts[piece]), int(lengths[piece])
+            if start != end:
+                what = "an unbroken response"
+                rows.refuse(row, "index", what, f"sample {index} has a piece at {start}, not {end}")
+            end = start + length
+            if not sampled[piece] and of_row[start:end].any():
+                at = start + int(of_row[start:end].argmax())
+                rows.refuse(row, "loss_mask", "0 where nothing was sampled", f"1 at token {at}")
+        if end != len(of_row):
+            what = f"{end} values, one for each token of the stored response of sample {index}"
+            rows.refuse(row, "loss_mask", what, f"{len(of_row)} values")
+
+
+def _check_step(rows: Rows) -> None:
+    rows.same_length("metric_names", "metric_values")
+    rows.same_length("micro_batch_ranks", "micro_batch_digests")
+    samples = rows.lengths("indices")
+    indices, at_index = rows.flat("indices")
+    cuts, at_cut = rows.flat("micro_batch_offsets")
+    ranks = rows.lengths("micro_batch_ranks")
+    for row in range(rows.count):
+        own = indices[at_index[row] : at_index[row + 1]]
+        values, counts = np.unique(own, return_counts=True)
+        if (counts > 1).any():
+            twice = int(values[(counts > 1).argmax()])
+            rows.refuse(row, "indices", "each sample once", f"sample {twice} more than once")
+        edges = cuts[at_cut[row] : at_cut[row + 1]]
+        if (
+            len(edges) != ranks[row] + 1
+            or edges[0] != 0
+            or edges[-1] != samples[row]
+            or (np.diff(edges) < 0).any()
+        ):
+            wanted = f"{ranks[row] + 1} offsets that rise from 0 to {samples[row]}"
+            rows.refuse(row, "micro_batch_offsets", wanted, edges.tolist()[:20])
+
+
+def _check_weights(rows: Rows) -> None:
+    lists = ("tensor_names", "tensor_dtypes", "tensor_shapes", "tensor_checksums")
+    for name in lists[1:]:
+        rows.same_length(lists[0], name)
+    roots = rows.scalars("root")
+    for row, columns in enumerate(zip(*(rows.scalars(n) for n in lists), strict=True)):
+        names = columns[0]
+        for before, name in itertools.pairwise(names):
+            if name <= before:
+                rows.refuse(row, lists[0], "sorted, unique names", f"{name!r} after {before!r}")
+        records = [
+            TensorRecord(name, dtype, tuple(shape), checksum)
+            for name, dtype, shape, checksum in zip(*columns, strict=True)
+        ]
+        root = weights_root(records)
+        if root != roots[row]:
+            rows.refuse(row, "root", f"the root of these tensors: {root.hex()}", roots[row].hex())
+    rows.at_least("weight_version", 0)
+
+
+def _check_fork(rows: Rows) -> None:
+    rows.one_of("data", BRANCH_DATA)
+    rows.at_least("fork_seq", 0)
+
+
+def _check_checkpoint(rows: Rows) -> None:
+    rows.same_length("files", "file_hashes")
+    rows.same_length("files", "file_sizes")
+
+
+_CHECKS: dict[str, Callable[[Rows], None]] = {
+    "prompt_issued": _check_prompt,
+    "segment_generated": _check_segment,
+    "observation_appended": _check_observation,
+    "routing_recorded": _check_routing,
+    "sample_scored": _check_score,
+    "sample_decided": _check_decision,
+    "signal_recorded": _check_signal,
+    "step_committed": _check_step,
+    "weights_published": _check_weights,
+    "branch_forked": _check_fork,
+    "checkpoint_saved": _check_checkpoint,
+}
+
+
+class _KnownVersions:
+    """Versions that an append may cite: those stored, and those that it publishes itself."""
+
+    def __init__(self, tables: Mapping[str, pa.Table], lookup: Lookup) -> None:
+        published = tables.get("weights_published")
+        self._new = [] if published is None else published.column("weight_version").to_pylist()
+        self._lookup = lookup
+
+    def require(self, rows: Rows, field: str) -> None:
+        versions, offsets = rows.flat(field)
+        cited = np.unique(versions)
+        unknown_allowed = [UNKNOWN_VERSION] if field == "span_versions" else []
+        left = [int(v) for v in cited if v not in self._new and v not in unknown_allowed]
+        missing = sorted(set(left) - self._lookup.published(left)) if left else []
+        if missing:
+            at = int((versions == missing[0]).argmax())
+            row = int(np.searchsorted(offsets, at, "right")) - 1
+            rows.refuse(row, field, "a weight version that was published", missing[0])

@@ -38,7 +38,7 @@ def pieces_of(kind: str, table: pa.Table) -> pa.Table:
 
 
 class LedgerLookup:
-    """The stored events of one run, on all its branches: samples and versions are unique in a run."""
+    """The stored events of one run, on all its branches: a sample or version is unique in a run."""
 
     def __init__(self, ledger: Ledger, run_id: str) -> None:
         self._ledger = ledger

@@ -38,7 +38,7 @@ FIELD_ID = b"ledger.field_id"
 Upcaster = Callable[[pa.Table], pa.Table]
 
 UPCASTS: dict[tuple[str, int], Upcaster] = {}
-"""(kind, n) → function that raises a table of layout n to layout n + 1. Empty: all layouts are 1."""
+"""(kind, n) → function that raises a table of layout n to n + 1. Empty: all layouts are 1."""
 
 
 def event_class(kind: str, layout: int | None = None) -> type[Event]:
@@ -192,7 +192,7 @@ def documentation() -> str:
         parts += ["| id | column | type | NULL | digest | meaning |", "|---|---|---|---|---|---|"]
         parts += [
             f"| {c.field_id} | `{c.name}` | `{type_name(c.type)}` | {'yes' if c.nullable else ''} "
-            f"| {'measurement' if c.measurement else 'content'} | {c.doc.replace('|', chr(92) + '|')} |"
+            f"| {'measurement' if c.measurement else 'content'} | {c.doc} |"
             for c in cls.COLUMNS
         ]
         parts.append("")

@@ -125,6 +125,10 @@ class SegmentReader:
             return table
         return table.slice(file.row_offset, file.rows)
 
+    def size(self, file: SegmentFile) -> int:
+        """Bytes of the file as it is now. Raises: NotFound."""
+        return self._store.stamp(file.path)[0]
+
     def _check(self, file: SegmentFile, stamp: Stamp, data: pa.Buffer | None) -> None:
         with self._lock:
             if self._checked.get(file.path) == (stamp, file.file_hash):

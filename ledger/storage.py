@@ -1,7 +1,7 @@
 """Where bytes lie: a small protocol, and the local directory that implements it.
 
-A path is relative to the store's root, with '/' between its parts. An object is written once, whole,
-and never changed. Errors of the world below (a full disk, a read-only mount) come out as
+A path is relative to the store's root, with '/' between its parts. An object is written once,
+whole, and never changed. Errors of the world below (a full disk, a read-only mount) come out as
 StorageFailed, a missing object as NotFound.
 """
 
@@ -182,6 +182,6 @@ def _translated(tried: str, on: Path | str) -> Iterator[None]:
                 tried,
                 on=str(on),
                 found=f"{type(error).__name__}: {error}",
-                do="free space or make the place writable, then try again: nothing was acknowledged",
+                do="free space or make the place writable, then repeat: nothing was acknowledged",
             )
         ) from error

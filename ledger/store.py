@@ -1,4 +1,4 @@
-"""The ledger as a whole: a place for bytes and a catalog, its runs, branches, versions, writers, readers."""
+"""The ledger as a whole: a place for bytes, a catalog, and what they hold."""
 
 from __future__ import annotations
 
@@ -300,7 +300,8 @@ class Ledger:
             )
         with self.catalog.read() as connection:
             if branch is None:
-                lineage = [(b.name, None) for b in queries.list_branches(connection, run_id)]
+                branches = queries.list_branches(connection, run_id)
+                lineage: list[tuple[str, int | None]] = [(b.name, None) for b in branches]
             else:
                 lineage = queries.ancestry(connection, run_id, branch)
         limit = head if as_of is None else as_of
@@ -481,4 +482,4 @@ def _require_format(connection: sa.Connection, name: str) -> str:
                 do="raise it: ledger migrate",
             )
         )
-    return meta["ledger_id"]
+    return str(meta["ledger_id"])

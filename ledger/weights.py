@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-import numpy as np
 from blake3 import blake3
 
 from ledger.canonical import canonical_json
@@ -28,10 +28,11 @@ class TensorRecord:
     """blake3 (32 bytes) of the contiguous little-endian bytes in C order."""
 
 
-def tensor_record(
-    name: str, dtype: str, shape: Sequence[int], data: np.ndarray | memoryview | bytes
-) -> TensorRecord:
-    """The record of a tensor whose contiguous little-endian bytes (C order) are `data`."""
+def tensor_record(name: str, dtype: str, shape: Sequence[int], data: Any) -> TensorRecord:
+    """The record of a tensor whose contiguous little-endian bytes (C order) are `data`.
+
+    `data` is anything with the buffer protocol: a C-contiguous array, a memoryview, bytes.
+    """
     view = memoryview(data).cast("B")
     threads = blake3.AUTO if view.nbytes >= _THREADS_FROM_BYTES else 1
     checksum = blake3(view, max_threads=threads).digest()

@@ -1,4 +1,4 @@
-"""Appending: events become files, the files durable, then one transaction makes them the ledger's."""
+"""Appending: events become durable files, then one transaction makes them part of the ledger."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ledger.segment import Identity, SegmentFile, serialise
 if TYPE_CHECKING:
     from ledger.store import Ledger
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "content_hash"]
 
 _RECORDED_AT = 1000  # the field id of Event.recorded_at
 
 
 class Writer:
-    """One epoch of one producer on one branch. Threads may share it: appends are made one by one."""
+    """One epoch of one producer on one branch. Threads may share it; they take turns."""
 
     def __init__(self, ledger: Ledger, run_id: str, branch: str, producer: str, epoch: int) -> None:
         self.run_id = run_id
@@ -61,7 +61,7 @@ class Writer:
         self._closed = True
 
     def append(self, events: Sequence[Event], *, producer_seq: int | None = None) -> Receipt:
-        """Store events in one commit: after success all are durable, after an error none is visible.
+        """Store events in one commit: after success all are durable, after an error none shows.
 
         Kinds may be mixed: within a kind the order is kept, the kinds follow each other by first
         appearance. `producer_seq` numbers the append within the writer's epoch (counted from 0 if
@@ -105,7 +105,7 @@ class Writer:
             producer=self.producer,
             epoch=self.epoch,
             producer_seq=number,
-            content_hash=_content_hash(tables, digests),
+            content_hash=content_hash(tables, digests),
             committed_at=now,
             segments=(),
             forked=derived.forked[0] if derived.forked else None,
@@ -168,7 +168,7 @@ def _by_kind(events: Sequence[Event], now: int) -> dict[str, pa.Table]:
     return {kind: events_to_table(group, recorded_at=now) for kind, group in groups.items()}
 
 
-def _content_hash(tables: Mapping[str, pa.Table], digests: Mapping[str, dict[int, bytes]]) -> bytes:
+def content_hash(tables: Mapping[str, pa.Table], digests: Mapping[str, dict[int, bytes]]) -> bytes:
     """What makes two appends the same: everything but the times that the writer filled in."""
     parts = []
     for kind, table in tables.items():

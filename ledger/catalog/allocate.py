@@ -17,7 +17,8 @@ _COUNTER = {"group": "group_index", "rollout": "rollout_id"}
 def allocate(connection: sa.Connection, run_id: str, name: str, key: str, count: int) -> int:
     """The first of `count` consecutive numbers, from 0, unique in the run under `name`.
 
-    Asking again with the same key gives the same numbers. They lie above all that stored events use.
+    Asking again with the same key gives the same numbers. They lie above all that events
+    use.
 
     Raises:
         InvalidArgument: `count` below 1.

@@ -1,4 +1,4 @@
-"""The commit point: one transaction that gives an append its place and makes it visible, or does not."""
+"""The commit point: one transaction that gives an append its place, or does nothing."""
 
 from __future__ import annotations
 
@@ -130,31 +130,31 @@ def commit(connection: sa.Connection, pending: PendingCommit) -> Receipt:
     seq = base
     for s in pending.segments:
         chain = chain_link(chain, seq, s.kind, s.file.rows, s.logical_hash, key)
-        row: dict[str, Any] = dict(
-            run_id=pending.run_id,
-            first_seq=seq,
-            rows=s.file.rows,
-            kind=s.kind,
-            layout=s.layout,
-            branch=pending.branch,
-            commit_seq=base,
-            logical_hash=s.logical_hash,
-            chain=chain,
-        )
+        row: dict[str, Any] = {
+            "run_id": pending.run_id,
+            "first_seq": seq,
+            "rows": s.file.rows,
+            "kind": s.kind,
+            "layout": s.layout,
+            "branch": pending.branch,
+            "commit_seq": base,
+            "logical_hash": s.logical_hash,
+            "chain": chain,
+        }
         for name in t.RANGES:
             row[f"min_{name}"], row[f"max_{name}"] = s.ranges.get(name, (None, None))
         segment_rows.append(row)
         location_rows.append(
-            dict(
-                run_id=pending.run_id,
-                first_seq=seq,
-                path=s.file.path,
-                format=s.file.format,
-                row_offset=s.file.row_offset,
-                rows=s.file.rows,
-                file_hash=s.file.file_hash,
-                size_bytes=s.file.size_bytes,
-            )
+            {
+                "run_id": pending.run_id,
+                "first_seq": seq,
+                "path": s.file.path,
+                "format": s.file.format,
+                "row_offset": s.file.row_offset,
+                "rows": s.file.rows,
+                "file_hash": s.file.file_hash,
+                "size_bytes": s.file.size_bytes,
+            }
         )
         seq += s.file.rows
     last = seq - 1
@@ -352,7 +352,8 @@ def _add_consumption(
         raise Conflict(
             explain(
                 f"a step was not committed: {len(taken)} of its samples were trained on before",
-                on=f"run {pending.run_id!r}, branch {pending.branch!r}, sample {first.sample_index}",
+                on=f"run {pending.run_id!r}, branch {pending.branch!r}, sample "
+                f"{first.sample_index}",
                 expected="samples that no earlier step of the lineage consumed",
                 found=f"step {consumed.step} wants it; step {first.step} on branch "
                 f"{first.branch!r} consumed it",
@@ -361,13 +362,13 @@ def _add_consumption(
     connection.execute(
         t.consumption.insert(),
         [
-            dict(
-                run_id=pending.run_id,
-                branch=pending.branch,
-                sample_index=index,
-                step=consumed.step,
-                seq=base + consumed.offset,
-            )
+            {
+                "run_id": pending.run_id,
+                "branch": pending.branch,
+                "sample_index": index,
+                "step": consumed.step,
+                "seq": base + consumed.offset,
+            }
             for index in consumed.indices
         ],
     )

@@ -45,15 +45,13 @@ def derive(tables: Mapping[str, pa.Table]) -> Derived:
     offset = 0
     for kind, table in tables.items():
         if kind == "branch_forked":
-            for i, row in enumerate(
-                _rows(table, "branch", "parent_branch", "fork_seq", "weight_version")
-            ):
-                forked.append(Forked(*row, offset + i))
+            rows = _rows(table, "branch", "parent_branch", "fork_seq", "weight_version")
+            for i, (branch, parent, fork_seq, version) in enumerate(rows):
+                forked.append(Forked(branch, parent, fork_seq, version, offset + i))
         elif kind == "weights_published":
-            for i, row in enumerate(
-                _rows(table, "weight_version", "parent_version", "step", "root")
-            ):
-                published.append(Published(*row, offset + i))
+            rows = _rows(table, "weight_version", "parent_version", "step", "root")
+            for i, (version, parent, step, root) in enumerate(rows):
+                published.append(Published(version, parent, step, root, offset + i))
         elif kind == "step_committed":
             for i, (step, indices) in enumerate(_rows(table, "step", "indices")):
                 consumed.append(Consumed(step, tuple(indices), offset + i))

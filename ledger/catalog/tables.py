@@ -1,8 +1,8 @@
 """The tables of the catalog. The migrations make them; a test compares the two.
 
 A segment is known by (run_id, first_seq): events are numbered per run from 1, without gaps, and a
-segment of N rows takes the numbers first_seq to first_seq + N − 1. What was committed never changes;
-where it lies (`locations`) may.
+segment of N rows takes the numbers first_seq to first_seq + N − 1. What was committed never
+changes; where it lies (`locations`) may.
 """
 
 from __future__ import annotations
