@@ -13,7 +13,6 @@ No pickle. Nothing in it depends on how Megatron laid the tensors out.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -24,14 +23,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ledger.canonical import canonical_json
-from ledger.errors import AlreadyExists, Corrupt, NotFound, StorageFailed, explain
-from ledger.weights import TensorRecord, first_difference, weights_root
+from ledger.errors import AlreadyExists, LedgerError, StorageFailed, explain
+from ledger.weights import TensorRecord, weights_root
+from trainer.checkpoint_files import (
+    FORMAT,
+    OPTIMIZER_FILE,
+    RANDOM_FILE,
+    STATE_FILE,
+    check_digest,
+    check_files,
+    check_tensors,
+    file_hash,
+    hashes_of,
+    read_manifest,
+    read_tensors,
+    sync,
+)
 from trainer.digests import (
     optimizer_root,
     random_state,
@@ -40,15 +52,10 @@ from trainer.digests import (
     restore_random_state,
 )
 from trainer.state import MOMENTS, TrainState
-from trainer.weights import WEIGHTS_FILE, import_weights, read_safetensors, write_safetensors
+from trainer.weights import import_weights, read_safetensors, write_safetensors
 
 __all__ = ["FORMAT", "SavedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
-FORMAT = "hf-safetensors-1"
-
-_OPTIMIZER_FILE = "optimizer.safetensors"
-_RANDOM_FILE = "random_state.safetensors"
-_STATE_FILE = "trainer_state.json"
 _COPIED = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -109,10 +116,12 @@ def save_checkpoint(
                 if not target.exists():
                     raise
                 return _existing(target, manifest, began)
-            _sync(target.parent)
+            sync(target.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
+    except LedgerError:
+        raise
+    except (OSError, SafetensorError) as error:
         raise StorageFailed(
             explain("saving a checkpoint", on=str(target), found=error, do="check the disk")
         ) from error
@@ -137,24 +146,24 @@ def _write(
     state: TrainState, work: Path, model_dir: Path, manifest: dict[str, Any]
 ) -> dict[str, Any]:
     write_safetensors(work, state.export_weights(), state.hf_config)
-    save_file(dict(state.moments()), work / _OPTIMIZER_FILE)
-    save_file(random_state(), work / _RANDOM_FILE)
+    save_file(dict(state.moments()), work / OPTIMIZER_FILE)
+    save_file(random_state(), work / RANDOM_FILE)
     for name in _COPIED:
         if (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, work / name)
     files = {}
     for path in sorted(work.iterdir()):
-        _sync(path)
-        files[path.name] = {"blake3": _file_hash(path).hex(), "size_bytes": path.stat().st_size}
+        sync(path)
+        files[path.name] = {"blake3": file_hash(path).hex(), "size_bytes": path.stat().st_size}
     manifest = {**manifest, "files": files}
-    (work / _STATE_FILE).write_text(canonical_json(manifest) + "\n", encoding="utf-8")
-    _sync(work / _STATE_FILE)
-    _sync(work)
+    (work / STATE_FILE).write_text(canonical_json(manifest) + "\n", encoding="utf-8")
+    sync(work / STATE_FILE)
+    sync(work)
     return manifest
 
 
 def _existing(target: Path, manifest: dict[str, Any], began: float) -> SavedCheckpoint:
-    found = _read_manifest(target)
+    found = read_manifest(target)
     for key in ("format", "weights_root", "optimizer_digest", "random_state_digest"):
         if found[key] != manifest[key]:
             raise AlreadyExists(
@@ -166,15 +175,15 @@ def _existing(target: Path, manifest: dict[str, Any], began: float) -> SavedChec
                     do="save under another name",
                 )
             )
-    _check_files(target, _hashes(found), None)
+    check_files(target, hashes_of(found), None)
     return _saved(target, found, began)
 
 
 def _saved(target: Path, manifest: Mapping[str, Any], began: float) -> SavedCheckpoint:
     sizes = {name: int(entry["size_bytes"]) for name, entry in manifest["files"].items()}
-    hashes = _hashes(manifest)
-    path = target / _STATE_FILE
-    sizes[_STATE_FILE], hashes[_STATE_FILE] = path.stat().st_size, _file_hash(path)
+    hashes = hashes_of(manifest)
+    path = target / STATE_FILE
+    sizes[STATE_FILE], hashes[STATE_FILE] = path.stat().st_size, file_hash(path)
     files = tuple(sorted(sizes))
     return SavedCheckpoint(
         format=FORMAT,
@@ -213,18 +222,18 @@ def load_checkpoint(
     """
     folder = Path(directory)
     where = str(folder) if version is None else f"version {version}, {folder}"
-    manifest = _read_manifest(folder, where)
-    hashes = _hashes(manifest) if expected_files is None else dict(expected_files)
-    _check_files(folder, hashes, expected_records, where=where)
+    manifest = read_manifest(folder, where)
+    hashes = hashes_of(manifest) if expected_files is None else dict(expected_files)
+    check_files(folder, hashes, expected_records, where=where)
     weights = read_safetensors(folder)
     if expected_records is not None:
-        _check_tensors(expected_records, records_of(sorted(weights.items())), where)
-    moments = _read_tensors(folder / _OPTIMIZER_FILE, where)
-    random = _read_tensors(folder / _RANDOM_FILE, where)
+        check_tensors(expected_records, records_of(sorted(weights.items())), where)
+    moments = read_tensors(folder / OPTIMIZER_FILE, where)
+    random = read_tensors(folder / RANDOM_FILE, where)
     step, scheduler = int(manifest["adam_step"]), manifest["scheduler"]
     digest = optimizer_root(records_of(moments.items()), step, scheduler)
-    _check_digest("optimizer", digest, manifest, expected_optimizer_digest, where)
-    _check_digest(
+    check_digest("optimizer", digest, manifest, expected_optimizer_digest, where)
+    check_digest(
         "random_state", random_state_root(random), manifest, expected_random_state_digest, where
     )
     import_weights(state.model, weights)
@@ -258,155 +267,3 @@ def _restore_adam(state: TrainState, moments: Mapping[str, Tensor], step: int) -
                 if not in_group:
                     held["step"] = torch.tensor(float(step), dtype=torch.float32)
                 inner.state[parameter] = held
-
-
-def _read_manifest(folder: Path, where: str | None = None) -> dict[str, Any]:
-    path = folder / _STATE_FILE
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise Corrupt(
-                explain(
-                    "reading a checkpoint", on=str(path), expected=FORMAT, found=manifest["format"]
-                )
-            )
-    except FileNotFoundError:
-        raise NotFound(
-            explain(
-                "reading a checkpoint",
-                on=where or str(folder),
-                expected=f"a folder with {_STATE_FILE}",
-                found="no such file" if folder.is_dir() else "no such folder",
-                do="restore the folder, or start from another version that has a checkpoint",
-            )
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise Corrupt(
-            explain("reading a checkpoint", on=str(path), expected=FORMAT, found=repr(error))
-        ) from error
-    return manifest
-
-
-def _hashes(manifest: Mapping[str, Any]) -> dict[str, bytes]:
-    return {name: bytes.fromhex(entry["blake3"]) for name, entry in manifest["files"].items()}
-
-
-def _check_files(
-    folder: Path,
-    hashes: Mapping[str, bytes],
-    records: Sequence[TensorRecord] | None,
-    *,
-    where: str | None = None,
-) -> None:
-    where = where or str(folder)
-    for name, expected in sorted(hashes.items()):
-        path = folder / name
-        if not path.is_file():
-            raise NotFound(
-                explain(
-                    "reading a checkpoint",
-                    on=where,
-                    expected=f"file {name}",
-                    found="no such file",
-                    do="restore the file, or start from another version that has a checkpoint",
-                )
-            )
-        found = _file_hash(path)
-        if found == expected:
-            continue
-        differing = _first_differing_tensor(folder, name, records)
-        raise Corrupt(
-            explain(
-                "reading a checkpoint",
-                on=f"{where}, file {name}" + (f", {differing}" if differing else ""),
-                expected=f"blake3 {expected.hex()}",
-                found=f"blake3 {found.hex()}",
-                do="restore the file from a copy, or start from another version",
-            )
-        )
-
-
-def _first_differing_tensor(
-    folder: Path, name: str, records: Sequence[TensorRecord] | None
-) -> str | None:
-    """Which tensor of a changed file differs, as far as checksums are known."""
-    try:
-        if name == WEIGHTS_FILE and records is not None:
-            return first_difference(records, records_of(sorted(read_safetensors(folder).items())))
-        if name == _OPTIMIZER_FILE:
-            known = _read_manifest(folder)["moments"]
-            found = records_of(sorted(_read_tensors(folder / name, str(folder)).items()))
-            expected = [
-                TensorRecord(r.name, r.dtype, r.shape, bytes.fromhex(known[r.name]))
-                for r in found
-                if r.name in known
-            ]
-            return first_difference(expected, found)
-    except Corrupt as error:
-        return f"which cannot be parsed ({str(error).splitlines()[-1].strip()})"
-    return None
-
-
-def _check_tensors(
-    expected: Sequence[TensorRecord], found: Sequence[TensorRecord], where: str
-) -> None:
-    differing = first_difference(expected, found)
-    if differing is not None:
-        raise Corrupt(
-            explain(
-                "reading a checkpoint",
-                on=f"{where}, file {WEIGHTS_FILE}, {differing}",
-                expected=f"weights with root {weights_root(expected).hex()}",
-                found=f"root {weights_root(found).hex()}",
-                do="restore the file from a copy, or start from another version",
-            )
-        )
-
-
-def _check_digest(
-    what: str,
-    found: bytes,
-    manifest: Mapping[str, Any],
-    recorded: bytes | None,
-    where: str,
-) -> None:
-    expected = recorded if recorded is not None else bytes.fromhex(manifest[f"{what}_digest"])
-    if found != expected:
-        raise Corrupt(
-            explain(
-                "reading a checkpoint",
-                on=f"{where}, {what.replace('_', ' ')}",
-                expected=f"digest {expected.hex()}",
-                found=f"digest {found.hex()}",
-                do="restore the folder from a copy, or start from another version",
-            )
-        )
-
-
-def _read_tensors(path: Path, where: str) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise NotFound(
-            explain("reading a checkpoint", on=where, expected=f"file {path.name}", found="none")
-        ) from None
-    except SafetensorError as error:
-        raise Corrupt(
-            explain("reading a checkpoint", on=str(path), expected="safetensors", found=error)
-        ) from error
-
-
-def _file_hash(path: Path) -> bytes:
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update_mmap(path)
-    return hasher.digest()
-
-
-def _sync(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

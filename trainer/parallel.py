@@ -116,7 +116,9 @@ def _pin(num_threads: int, deterministic: bool) -> None:
 def _start_groups(settings: ParallelSettings) -> None:
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # torch exports HashStore without telling its type stubs.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tensor_model_parallel_size,
@@ -162,6 +164,5 @@ def determinism_report() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "megatron_core": megatron_version,
-        "mkldnn": torch.backends.mkldnn.is_available(),
         "cublas_workspace_config": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     }

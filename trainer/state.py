@@ -119,7 +119,8 @@ class TrainState:
 
     def gradient_records(self) -> list[TensorRecord]:
         """A record of each gradient (main_grad), sorted by name. Before `optimizer_step`."""
-        return records_of(self._cut({name: p.main_grad for name, p in self._parameters().items()}))
+        wholes = {name: _main_grad(parameter) for name, parameter in self._parameters().items()}
+        return records_of(self._cut(wholes))
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Adam's moments, `exp_avg.<name>` and `exp_avg_sq.<name>`; none before a first step."""
@@ -146,7 +147,7 @@ class TrainState:
         """Megatron's parameter name → its state in torch's Adam (empty before the first step)."""
         names = {id(parameter): name for name, parameter in self._parameters().items()}
         return {
-            names[id(parameter)]: inner.state[parameter] if parameter in inner.state else {}
+            names[id(parameter)]: inner.state.get(parameter, {})
             for inner in self.inner_optimizers()
             for group in inner.param_groups
             for parameter in group["params"]
@@ -179,6 +180,12 @@ class TrainState:
     def _cut(self, wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for part in self.parts:
             yield part.name, part.take(wholes[part.parameter])
+
+
+def _main_grad(parameter: Any) -> Tensor:
+    """The accumulated gradient, which Megatron's DDP hangs on the parameter."""
+    gradient: Tensor = parameter.main_grad
+    return gradient
 
 
 def create_state(

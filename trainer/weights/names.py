@@ -45,7 +45,7 @@ class TensorPart:
         return blocks[:, self.start : self.stop]
 
     def take(self, whole: Tensor) -> Tensor:
-        """The canonical tensor, contiguous; it shares memory with `whole` if the part is one run."""
+        """The canonical tensor, contiguous; it shares memory with `whole` if it is one run."""
         return self.view(whole).reshape(self.shape)
 
     def put(self, whole: Tensor, canonical: Tensor) -> None:
