@@ -13,7 +13,7 @@ content digest, by which two runs are compared, leaves them out.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pyarrow as pa
 
@@ -77,6 +77,10 @@ class Event:
         nullable=True,
         measurement=True,
     )
+
+    if TYPE_CHECKING:
+        # Type checkers cannot see which columns have defaults; the decorator makes the real one.
+        def __init__(self, **columns: Any) -> None: ...
 
 
 EVENTS: dict[str, type[Event]] = {}

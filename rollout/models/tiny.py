@@ -7,10 +7,6 @@ model, not of the run: say so wherever a reward curve of such a model is shown.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ledger.errors import AlreadyExists, InvalidArgument, explain
+from ledger.errors import InvalidArgument, explain
 from ledger.seeds import derive_seed
+from rollout.models.folder import already_made, new_folder
 from rollout.models.tokenizer import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -31,8 +28,6 @@ from rollout.models.tokenizer import (
 from rollout.tasks import PromptSource, create_source, stop_token_ids
 
 __all__ = ["TinySettings", "make_tiny_model"]
-
-_RECIPE = "tiny_model.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +74,7 @@ def _build(settings: TinySettings) -> Any:
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": PAD_TOKEN_ID,
         "dtype": "float32",
+        "attn_implementation": "eager",
     }
     torch.manual_seed(derive_seed("tiny_model", settings.seed))
     if not settings.moe:
@@ -102,7 +98,7 @@ def _batch(
     source: PromptSource, tokenizer: Any, settings: TinySettings, step: int, stop: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B, T] and targets [B, T] of one warm-up step; targets are -100 outside answers."""
-    rows = []
+    texts, answers = [], []
     for i in range(settings.warmup_batch_size):
         row = step * settings.warmup_batch_size + i
         prompt = source.prompt(row)
@@ -113,9 +109,14 @@ def _batch(
                 random.shuffle(answer)
             else:
                 answer = list(str(random.randrange(10)))
-        asked = tokenizer.encode(prompt.text, add_special_tokens=False)
-        said = [*tokenizer.encode("".join(answer), add_special_tokens=False), stop]
-        rows.append((asked, said))
+        texts.append(prompt.text)
+        answers.append("".join(answer))
+    # One call for all texts: a call has a large fixed cost.
+    encoded = tokenizer(texts + answers, add_special_tokens=False)["input_ids"]
+    rows = [
+        (asked, [*said, stop])
+        for asked, said in zip(encoded[: len(texts)], encoded[len(texts) :], strict=True)
+    ]
     width = max(len(asked) + len(said) for asked, said in rows)
     tokens = torch.full((len(rows), width), PAD_TOKEN_ID)
     targets = torch.full((len(rows), width), -100)
@@ -151,7 +152,7 @@ def _warm_up(
         for group in optimizer.param_groups:
             group["lr"] = settings.warmup_lr * min(1.0, (step + 1) / 20, left)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if progress is not None:
@@ -164,14 +165,12 @@ def _recipe(settings: TinySettings, num_threads: int) -> dict[str, Any]:
     import tokenizers
     import transformers
 
-    recipe = asdict(settings) | {
+    return asdict(settings) | {
         "num_threads": num_threads,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
     }
-    text = json.dumps(recipe, sort_keys=True)
-    return recipe | {"digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def make_tiny_model(
@@ -203,36 +202,19 @@ def make_tiny_model(
         ) from error
     target = Path(directory)
     recipe = _recipe(settings, num_threads)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        made = target / _RECIPE
-        if made.is_file() and json.loads(made.read_text()).get("digest") == recipe["digest"]:
-            return target
-        raise AlreadyExists(
-            explain(
-                "making a tiny model",
-                on=str(target),
-                expected="no such folder, or one made with the same settings and versions",
-                found="another model" if made.is_file() else "other files",
-                do="remove the folder or name another one",
-            )
-        )
+    if already_made(target, recipe, what="making a tiny model"):
+        return target
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         torch.set_num_threads(num_threads)
         torch.use_deterministic_algorithms(True)
         model, tokenizer = _build(settings), character_tokenizer()
         _warm_up(model, tokenizer, settings, progress)
-        temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / _RECIPE).write_text(json.dumps(recipe, indent=1, sort_keys=True) + "\n")
-        if target.is_dir():
-            target.rmdir()
-        temporary.rename(target)
+        with new_folder(target, recipe) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
         torch.use_deterministic_algorithms(deterministic)

@@ -19,7 +19,7 @@ class AdditionSource:
     Options: `shots` (how many of the two examples, default 2), `largest` (of an addend, default 9).
     """
 
-    stop_texts = ("\n",)
+    stop_texts: tuple[str, ...] = ("\n",)
     reward = "exact_line"
 
     def __init__(self, *, seed: int, options: Mapping[str, Any] | None = None) -> None:

@@ -1,0 +1,184 @@
+"""The events of a rollout, made from what the worker holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from ledger.canonical import canonical_json
+from ledger.errors import InvalidArgument, explain
+from ledger.events import (
+    PromptIssued,
+    RoutingRecorded,
+    SampleDecided,
+    SampleScored,
+    SegmentGenerated,
+)
+from rollout.history import IssuedGroup
+from rollout.protocol import Engine, GenerationResult, SamplingParams
+from rollout.rewards import Reward, RewardFunction, ScoredSample
+
+__all__ = [
+    "prompt_issued",
+    "retokenization_drift",
+    "routing_recorded",
+    "sample_decided",
+    "sample_scored",
+    "segment_generated",
+]
+
+
+def prompt_issued(
+    group: IssuedGroup, *, rollout_step: int, source: str, source_row: int
+) -> PromptIssued:
+    """The event that gives a prompt out."""
+    return PromptIssued(
+        prompt_id=blake3(group.tokens.astype("<i4").tobytes()).digest(),
+        group_index=group.group_index,
+        rollout_step=rollout_step,
+        round=group.round,
+        indices=group.indices,
+        rollout_ids=group.rollout_ids,
+        tokens=group.tokens,
+        text=group.text,
+        label=group.label,
+        source=source,
+        source_row=source_row,
+        data_cursor=source_row + 1,
+        metadata=canonical_json(group.metadata) if group.metadata else None,
+    )
+
+
+def segment_generated(
+    group: IssuedGroup,
+    result: GenerationResult,
+    *,
+    rollout_id: int,
+    rollout_step: int,
+    params: SamplingParams,
+    seed: int,
+    engine: Engine,
+    drift: int,
+) -> SegmentGenerated:
+    """The event of the only engine call of a single-turn sample."""
+    return SegmentGenerated(
+        index=result.index,
+        rollout_id=rollout_id,
+        group_index=group.group_index,
+        rollout_step=rollout_step,
+        segment=0,
+        turn=0,
+        start=0,
+        tokens=result.tokens,
+        rollout_log_probs=result.log_probs,
+        sampler_log_probs=result.sampler_log_probs,
+        logprob_mode=result.logprob_mode,
+        logprob_temperature=result.logprob_temperature,
+        span_starts=result.span_starts,
+        span_ends=result.span_ends,
+        span_versions=result.span_versions,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_new_tokens=params.max_new_tokens,
+        stop_token_ids=np.array(params.stop_token_ids, dtype=np.int32),
+        sampling_seed=seed,
+        finish_reason=result.finish_reason,
+        engine=engine.name,
+        engine_version=engine.version,
+        batch_rows=result.batch_rows,
+        batch_width=result.batch_width,
+        retokenization_drift=drift,
+        generation_time_s=result.time_s,
+        cached_tokens=result.cached_tokens,
+        request_id=result.request_id,
+    )
+
+
+def routing_recorded(result: GenerationResult) -> RoutingRecorded | None:
+    """The event of a result's routing; None for a dense model."""
+    ids = result.expert_ids
+    if ids is None:
+        return None
+    weights = result.expert_weights
+    return RoutingRecorded(
+        index=result.index,
+        segment=0,
+        start=0,
+        rows=ids.shape[0],
+        layers=ids.shape[1],
+        topk=ids.shape[2],
+        num_experts=result.num_experts,
+        dtype=ids.dtype.name,
+        expert_ids=ids.astype(ids.dtype.newbyteorder("<")).tobytes(),
+        weights=None if weights is None else weights.astype("<f4").tobytes(),
+    )
+
+
+def sample_scored(sample: ScoredSample, reward: Reward, verifier: RewardFunction) -> SampleScored:
+    """The event of a score.
+
+    Raises:
+        InvalidArgument: the reward is not a finite number.
+    """
+    if not math.isfinite(reward.value):
+        raise InvalidArgument(
+            explain(
+                "scoring a sample",
+                on=f"sample {sample.index} with {verifier.name}",
+                expected="a finite reward",
+                found=reward.value,
+            )
+        )
+    return SampleScored(
+        index=sample.index,
+        rollout_id=sample.rollout_id,
+        group_index=sample.group_index,
+        raw_reward=float(reward.value),
+        reward=float(reward.value),
+        part_names=sorted(reward.parts),
+        part_values=np.array([reward.parts[k] for k in sorted(reward.parts)], dtype=np.float64),
+        verifier=verifier.name,
+        verifier_version=verifier.version,
+        response_text=sample.response,
+    )
+
+
+def sample_decided(
+    sample: ScoredSample, *, rollout_step: int, decision: str, reason: str, rule: str
+) -> SampleDecided:
+    """The event of a decision."""
+    return SampleDecided(
+        index=sample.index,
+        rollout_id=sample.rollout_id,
+        group_index=sample.group_index,
+        rollout_step=rollout_step,
+        decision=decision,
+        reason=reason,
+        rule=rule,
+    )
+
+
+def retokenization_drift(tokenizer: Any, responses: Sequence[npt.NDArray[np.int32]]) -> list[int]:
+    """For each response, positions at which decoding and encoding again gives other ids.
+
+    Where the lengths differ, the positions that only one of them has count too.
+    """
+    texts = [tokenizer.decode(r.tolist(), skip_special_tokens=False) for r in responses]
+    if not texts:
+        return []
+    drifts = []
+    for response, again in zip(
+        responses, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True
+    ):
+        other = np.array(again, dtype=np.int32)
+        shared = min(len(response), len(other))
+        drifts.append(
+            int((response[:shared] != other[:shared]).sum()) + abs(len(response) - len(other))
+        )
+    return drifts
