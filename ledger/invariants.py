@@ -70,7 +70,7 @@ def _check_prompt(rows: Rows) -> None:
     found = rows.scalars("prompt_id")
     raw = tokens.astype("<i4", copy=False).view(np.uint8)
     for row, prompt_id in enumerate(found):
-        wanted = blake3(raw[offsets[row] * 4 : offsets[row + 1] * 4]).digest()
+        wanted = blake3(raw[offsets[row] * 4 : offsets[row + 1] * 4].data).digest()
         if wanted != prompt_id:
             rows.refuse(row, "prompt_id", f"blake3 of the ids: {wanted.hex()}", prompt_id.hex())
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["Reader"]
 
 
+_name = pa.dictionary(pa.int32(), pa.string())
+_PLACE = {"run_id": _name, "branch": _name, "seq": pa.int64()}
+"""What a reader adds to the columns of an event."""
+
+
 class Reader:
     """The events that a branch saw at one moment. What is appended later does not show."""
 
@@ -40,6 +45,7 @@ class Reader:
         self.head_seq = head_seq
         """The state: only events with seq at or below this are seen."""
         self._ledger = ledger
+        self._lineage = dict(lineage)
         self._limits = {
             name: head_seq if limit is None else min(limit, head_seq)
             for name, limit in lineage.items()
@@ -113,32 +119,47 @@ class Reader:
         return connect(self)
 
     def _assemble(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> pa.Table:
+        """The rows of a kind. What an earlier reader of the lineage put together is built upon."""
         event_class(kind)
-        chosen = [s for s in self.segments(kind) if _overlaps(s, where or {})]
-        names = list(self._limits)
-        parts, seqs, codes = [], [], []
+        if where is not None:
+            return self._join(kind, [s for s in self.segments(kind) if _overlaps(s, where)], [])
+        key = (self.run_id, kind, tuple(self._lineage.items()), self._verify)
+        done, before = self._ledger.assembled.get(key, (0, None))
+        if before is None or done > self.head_seq:
+            done, before = 0, None
+        chosen = self.segments(kind)
+        table = self._join(
+            kind, [s for s in chosen if s.first_seq > done], [] if before is None else [before]
+        )
+        # A table in which this state cuts a segment short cannot be built upon.
+        if all(s.last_seq <= self.head_seq for s in chosen[-1:]):
+            self._ledger.assembled[key] = (self.head_seq, table)
+        return table
+
+    def _join(self, kind: str, chosen: list[SegmentInfo], parts: list[pa.Table]) -> pa.Table:
+        """`parts` with the rows of the segments after them."""
+        schema = arrow_schema(kind)
+        for name in _PLACE:
+            # run_started and branch_forked name their own run and branch: the same values.
+            if name in schema.names:
+                schema = schema.remove(schema.get_field_index(name))
+        names = pa.array(list(self._limits), pa.string())
+        codes = {name: code for code, name in enumerate(self._limits)}
+        run = pa.array([self.run_id])
+        place = [pa.field(name, _PLACE[name], nullable=False) for name in _PLACE]
+        whole = pa.schema([*schema, *place], metadata=schema.metadata)
+        made = [*parts] if parts else [whole.empty_table()]
         for s in chosen:
             rows = min(s.rows, self._limits[s.branch] - s.first_seq + 1)
-            part = upcast(self._open(s))
-            parts.append(part if rows == part.num_rows else part.slice(0, rows))
-            seqs.append(np.arange(s.first_seq, s.first_seq + rows, dtype=np.int64))
-            codes.append(np.full(rows, names.index(s.branch), np.int32))
-        schema = arrow_schema(kind)
-        table = pa.concat_tables([schema.empty_table()] + [p.cast(schema) for p in parts])
-        count = table.num_rows
-        run = pa.DictionaryArray.from_arrays(
-            pa.array(np.zeros(count, np.int32)), pa.array([self.run_id])
-        )
-        branch = pa.DictionaryArray.from_arrays(
-            pa.array(np.concatenate(codes) if codes else np.empty(0, np.int32)),
-            pa.array(names, pa.string()),
-        )
-        seq = pa.array(np.concatenate(seqs) if seqs else np.empty(0, np.int64))
-        return (
-            table.append_column(pa.field("run_id", run.type, nullable=False), run)
-            .append_column(pa.field("branch", branch.type, nullable=False), branch)
-            .append_column(pa.field("seq", pa.int64(), nullable=False), seq)
-        )
+            table = upcast(self._open(s)).select(schema.names).slice(0, rows)
+            columns = [
+                *table.columns,
+                pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), run),
+                pa.DictionaryArray.from_arrays(np.full(rows, codes[s.branch], np.int32), names),
+                pa.array(np.arange(s.first_seq, s.first_seq + rows)),
+            ]
+            made.append(pa.Table.from_arrays(columns, schema=whole))
+        return pa.concat_tables(made)
 
     def _open(self, segment: SegmentInfo) -> pa.Table:
         if segment.file is None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import secrets
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import unquote, urlsplit
+from typing import Any
 
+import pyarrow as pa
 import sqlalchemy as sa
 
-import migrations
 from ledger.catalog import commit as commits
 from ledger.catalog import queries
 from ledger.catalog import tables as t
@@ -33,24 +28,20 @@ from ledger.errors import (
     IncompatibleFormat,
     InvalidArgument,
     NotFound,
-    StorageFailed,
     explain,
 )
 from ledger.events import BranchForked
 from ledger.hashing import GENESIS, multiset_digest, row_content_hashes
 from ledger.lookup import LedgerLookup
+from ledger.place import CATALOG, local_root, require_format
+from ledger.place import create as create_place
 from ledger.reader import Reader
 from ledger.segment import SegmentReader
 from ledger.storage import LocalStore
 from ledger.writer import Writer
 
-__all__ = ["FORMAT", "Ledger", "open_ledger"]
+__all__ = ["Ledger", "open_ledger"]
 
-FORMAT = 1
-"""Version of the stored format as a whole."""
-
-_CATALOG = "catalog.sqlite"
-_LOCK = "catalog.lock"
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
@@ -65,7 +56,7 @@ def open_ledger(uri: str | Path, *, create: bool = False, catalog: str | None = 
         StorageFailed: the place cannot be read or written.
         InvalidArgument: a kind of place or catalog that is not supported.
     """
-    root = _local_root(uri)
+    root = local_root(uri)
     if catalog is not None:
         raise InvalidArgument(
             explain(
@@ -75,9 +66,9 @@ def open_ledger(uri: str | Path, *, create: bool = False, catalog: str | None = 
                 found=catalog,
             )
         )
-    path = root / _CATALOG
+    path = root / CATALOG
     if create:
-        _create(root, path)
+        create_place(root)
     elif not root.is_dir() or (not path.exists() and not any(root.iterdir())):
         raise NotFound(
             explain("there is no ledger", on=str(root), do=f"make one: ledger init {root}")
@@ -87,14 +78,14 @@ def open_ledger(uri: str | Path, *, create: bool = False, catalog: str | None = 
             explain(
                 "this folder is not a ledger",
                 on=str(root),
-                expected=f"a file {_CATALOG}",
+                expected=f"a file {CATALOG}",
                 found=sorted(p.name for p in root.iterdir())[:10],
             )
         )
     opened = Catalog(sqlite_url(path))
     try:
         with opened.read() as connection:
-            ledger_id = _require_format(connection, opened.name)
+            ledger_id = require_format(connection, opened.name)
     except BaseException:
         opened.close()
         raise
@@ -111,6 +102,8 @@ class Ledger:
         self.catalog = catalog
         self.store = LocalStore(root)
         self.segments = SegmentReader(self.store)
+        self.assembled: dict[Any, tuple[int, pa.Table]] = {}
+        """Readers' own: what they put together, for the next reader to build upon."""
         self._known: dict[str, list[SegmentInfo]] = {}
         self._lock = threading.Lock()
 
@@ -324,11 +317,6 @@ class Ledger:
                     known += queries.segments_after(connection, run_id, last)
             return [s for s in known if s.first_seq <= up_to]
 
-    def forget_places(self, run_id: str) -> None:
-        """Ask the catalog again where segments lie: something has moved them."""
-        with self._lock:
-            self._known.pop(run_id, None)
-
     def allocate(self, run_id: str, name: str, key: str, count: int) -> int:
         """The first of `count` consecutive numbers that nobody else in the run gets under `name`.
 
@@ -353,23 +341,6 @@ class Ledger:
         )
 
 
-def _local_root(uri: str | Path) -> Path:
-    if isinstance(uri, Path):
-        return uri.absolute()
-    parts = urlsplit(uri)
-    if parts.scheme == "file":
-        return Path(unquote(parts.path)).absolute()
-    if parts.scheme and "://" in uri:
-        raise InvalidArgument(
-            explain(
-                "a ledger was not opened: this kind of place is not supported",
-                on=parts.scheme + "://",
-                expected="a folder, or file://…",
-            )
-        )
-    return Path(uri).absolute()
-
-
 def _require_name(what: str, name: str) -> None:
     if name and name[0] != "." and _NAME_CHARACTERS.issuperset(name) and len(name) <= 128:
         return
@@ -380,106 +351,3 @@ def _require_name(what: str, name: str) -> None:
             found=repr(name),
         )
     )
-
-
-def _create(root: Path, path: Path) -> None:
-    """Make the tables where they are missing; several processes may do so at once."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(
-            p.name for p in root.iterdir() if not p.name.startswith(("catalog.", "runs"))
-        )
-        if foreign and not path.exists():
-            raise IncompatibleFormat(
-                explain(
-                    "a ledger was not made: the folder holds something else",
-                    on=str(root),
-                    expected="an empty or new folder",
-                    found=foreign[:10],
-                )
-            )
-        with _locked(root / _LOCK):
-            catalog = Catalog(sqlite_url(path))
-            try:
-                _fill(catalog)
-            finally:
-                catalog.close()
-    except OSError as error:
-        if isinstance(error, StorageFailed):
-            raise
-        raise StorageFailed(
-            explain("a ledger was not made", on=str(root), found=f"{type(error).__name__}: {error}")
-        ) from error
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _fill(catalog: Catalog) -> None:
-    # The journal mode is kept in the file. It can be changed only outside a transaction, and not
-    # while another process does the same: hence the lock around.
-    raw = catalog.engine.raw_connection()
-    try:
-        raw.cursor().execute("PRAGMA journal_mode = WAL")
-    finally:
-        raw.close()
-    with catalog.write() as connection:
-        if migrations.current(connection) is not None:
-            return
-        tables = sa.inspect(connection).get_table_names()
-        if tables:
-            raise IncompatibleFormat(
-                explain(
-                    "a ledger was not made: its catalog is another program's",
-                    on=catalog.name,
-                    expected="no tables, or a ledger's",
-                    found=tables[:10],
-                )
-            )
-        migrations.upgrade(connection)
-        connection.execute(
-            t.meta.insert(),
-            [
-                {"key": "format", "value": str(FORMAT)},
-                {"key": "ledger_id", "value": secrets.token_hex(16)},
-            ],
-        )
-
-
-def _require_format(connection: sa.Connection, name: str) -> str:
-    """The ledger's id, if its catalog is one that this code works with."""
-    revision = migrations.current(connection)
-    if revision is None:
-        raise IncompatibleFormat(
-            explain("this is not a ledger", on=name, expected="a ledger's tables", found="none")
-        )
-    meta = {row.key: row.value for row in connection.execute(sa.select(t.meta))}
-    stored = int(meta.get("format", "0"))
-    if stored > FORMAT or revision > migrations.HEAD:
-        raise IncompatibleFormat(
-            explain(
-                "this ledger was written by a newer version",
-                on=name,
-                expected=f"format {FORMAT}, catalog {migrations.HEAD}, or older",
-                found=f"format {stored}, catalog {revision}",
-                do="upgrade this package",
-            )
-        )
-    if revision != migrations.HEAD:
-        raise IncompatibleFormat(
-            explain(
-                "this ledger's catalog is of an older version",
-                on=name,
-                expected=f"catalog {migrations.HEAD}",
-                found=f"catalog {revision}",
-                do="raise it: ledger migrate",
-            )
-        )
-    return str(meta["ledger_id"])

@@ -16,7 +16,7 @@ from ledger.canonical import canonical_json
 from ledger.catalog import commit as commits
 from ledger.catalog.derive import derive, ranges_of
 from ledger.catalog.records import PendingCommit, PendingSegment, Receipt
-from ledger.encode import events_to_table
+from ledger.encode import events_to_table, refuse
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import EVENTS, Event
 from ledger.hashing import column_digests, digest_of_columns
@@ -90,15 +90,7 @@ class Writer:
         tables = _by_kind(events, now)
         digests = {kind: column_digests(table) for kind, table in tables.items()}
         derived = derive(tables)
-        if any(f.branch != self.branch for f in derived.forked) or len(derived.forked) > 1:
-            raise InvalidArgument(
-                explain(
-                    "an append was refused: branch_forked begins the branch that it is written to",
-                    on=f"run {self.run_id!r}, branch {self.branch!r}",
-                    found=[f.branch for f in derived.forked],
-                    do="begin a branch with Ledger.fork",
-                )
-            )
+        self._require_own_names(tables)
         pending = PendingCommit(
             run_id=self.run_id,
             branch=self.branch,
@@ -124,6 +116,18 @@ class Writer:
         self._ledger.store.put(objects)
         with catalog.write() as connection:
             return commits.commit(connection, dataclasses.replace(pending, segments=segments))
+
+    def _require_own_names(self, tables: Mapping[str, pa.Table]) -> None:
+        """Events that name their run or branch must name the one that they are written to."""
+        for field, own in (("run_id", self.run_id), ("branch", self.branch)):
+            for kind, table in tables.items():
+                if field in table.column_names:
+                    for row, named in enumerate(table.column(field).to_pylist()):
+                        if named != own:
+                            refuse(kind, row, field, f"{own!r}, which it is written to", named)
+        forks = tables.get("branch_forked")
+        if forks is not None and forks.num_rows > 1:
+            refuse("branch_forked", 1, "branch", "one fork in an append", forks.num_rows)
 
     def _segments(
         self,

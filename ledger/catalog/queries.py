@@ -17,7 +17,6 @@ __all__ = [
     "list_branches",
     "list_runs",
     "list_versions",
-    "segment_file",
     "segments_after",
     "select_in",
 ]
@@ -151,21 +150,6 @@ def segments_after(connection: sa.Connection, run_id: str, seq: int) -> list[Seg
         .order_by(s.c.first_seq)
     )
     return [_segment(row) for row in connection.execute(query).mappings()]
-
-
-def segment_file(connection: sa.Connection, run_id: str, first_seq: int) -> SegmentFile | None:
-    """Where a segment lies now."""
-    loc = t.locations
-    row = (
-        connection.execute(
-            sa.select(loc, loc.c.rows.label("file_rows")).where(
-                loc.c.run_id == run_id, loc.c.first_seq == first_seq
-            )
-        )
-        .mappings()
-        .first()
-    )
-    return None if row is None else _file(row)
 
 
 def _segment(row: Any) -> SegmentInfo:
