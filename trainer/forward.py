@@ -26,6 +26,7 @@ def token_log_probs(
     temperature: float,
     expert_ids: Tensor | None = None,
     want_entropy: bool = False,
+    entropy_gradient: bool = True,
     free_routing: bool = False,
     first_column: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
@@ -37,7 +38,7 @@ def token_log_probs(
     and the entropy of the same distributions in nats, of the same shape, or None. `first_column`
     leaves out columns that nobody wants (a prompt common to all rows) before the softmax over the
     vocabulary, the largest array here; the columns that are left keep their bits. A gradient
-    flows where gradients are enabled.
+    flows where gradients are enabled, into the entropy only with `entropy_gradient`.
 
     The arithmetic is `log_softmax(logits / temperature)` and a gather, in float32, so that an
     engine which does the same on bitwise equal logits gets bitwise equal numbers.
@@ -62,7 +63,9 @@ def token_log_probs(
     log_probs = log_probs_BTV.gather(-1, targets).squeeze(-1)
     if not want_entropy:
         return log_probs, None
-    return log_probs, -(log_probs_BTV.exp() * log_probs_BTV).sum(dim=-1)
+    # Where only the number is wanted, a graph would hold two more arrays of logits' size.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        return log_probs, -(log_probs_BTV.exp() * log_probs_BTV).sum(dim=-1)
 
 
 def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:

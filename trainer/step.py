@@ -1,0 +1,244 @@
+"""One optimizer step: (state, batch, settings) → (state, the events that say what it was).
+
+Three log-probabilities of each response token are kept apart: by the engine that sampled (rollout),
+by the policy that the ratio is taken against (old), and by the policy in training, before the step
+(current). B samples, N response tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ledger.canonical import canonical_json, json_digest
+from ledger.errors import Diverged, explain
+from ledger.events import SignalRecorded, StepCommitted, WeightsPublished
+from ledger.weights import weights_root
+from trainer.algorithms.advantages import estimate_advantages
+from trainer.algorithms.aggregate import token_weights
+from trainer.algorithms.kl import approximate_kl
+from trainer.algorithms.rewards import RewardBatch
+from trainer.batch import Batch, batch_digest
+from trainer.micro_step import Outcome, Signals, forward_backward, join
+from trainer.microbatch import MicroBatch, cut, partition
+from trainer.scoring import response_log_probs
+from trainer.settings import AlgorithmSettings, BatchSettings
+from trainer.state import TrainState
+from trainer.step_check import check_step
+from trainer.step_events import micro_batch_digests, signal_events, step_metrics, weights_event
+
+__all__ = ["StepResult", "run_step"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepResult:
+    """The events of a step, to be appended in one commit."""
+
+    step_committed: StepCommitted
+    signals: list[SignalRecorded]
+    """One a sample, in training order."""
+    weights: WeightsPublished
+    """Transport 'none', acknowledged by nobody: fill in what the publication did."""
+    metrics: dict[str, float]
+    """As in `step_committed`."""
+
+
+def run_step(
+    state: TrainState,
+    batch: Batch,
+    algorithm: AlgorithmSettings,
+    sizes: BatchSettings,
+    *,
+    step: int,
+    rollout_step: int,
+    step_in_rollout: int,
+    weight_version_in: int,
+    weight_version_out: int,
+    reference: Any = None,
+    old_log_probs_N: npt.NDArray[np.float32] | None = None,
+    data_time_s: float | None = None,
+) -> StepResult:
+    """Train `state` by one optimizer step on `batch`. Nothing is stored: that is the caller's part.
+
+    The content of the events is a function of the arguments and the random state: from the same
+    restored state it comes out with the same bits, at the same thread count.
+
+    Old log-probs are those of the policy before the rollout's first step. In that step they are the
+    detached current ones, bit for bit. In later ones (`step_in_rollout` > 0) hand them in as
+    `old_log_probs_N`: by `scoring.score_policy` before the first step, or, in a replay, the
+    `log_probs` of the step's recorded signals, one after the other. With `use_rollout_logprobs`
+    they are the engine's and nothing is handed in.
+
+    `reference` is a frozen model (Megatron's), needed with `kl_coef` or `use_kl_loss`; one with
+    experts routes by its own routers. `data_time_s` is recorded as it is.
+
+    Raises:
+        InvalidArgument: settings, batch and model that do not fit together. The state is untouched.
+        Diverged: a loss or a gradient that is not finite, named; the weights are untouched. Also
+            where the norm of finite gradients overflows: the weights are spoiled then.
+    """
+    check_step(state, batch, algorithm, sizes, step_in_rollout, reference, old_log_probs_N)
+    began = time.perf_counter()
+    plan = partition(
+        batch.prompt_lengths_B + batch.response_lengths_B,
+        batch.indices_B,
+        micro_batch_size=sizes.micro_batch_size,
+        seq_length=sizes.seq_length,
+    )
+    micros = cut(batch, plan, plan.of_rank(0))
+    signals = _signals(state, batch, algorithm, sizes, micros, reference, old_log_probs_N)
+    outcomes = forward_backward(state, batch, algorithm, micros, signals)
+    _require_finite(state, batch, micros, outcomes)
+    outcome = join(outcomes)
+    forward_time_s = time.perf_counter() - began
+
+    began = time.perf_counter()
+    gradient_digest = weights_root(state.gradient_records())
+    digest_time_s = time.perf_counter() - began
+
+    began = time.perf_counter()
+    _, grad_norm, learning_rate = state.optimizer_step()
+    optimizer_time_s = time.perf_counter() - began
+
+    began = time.perf_counter()
+    all_settings = {"algorithm": algorithm, "optimizer": state.settings, "sizes": sizes}
+    settings, settings_id = canonical_json(all_settings), json_digest(all_settings)
+    trainer_N = outcome.log_probs_N if old_log_probs_N is None else old_log_probs_N
+    metrics = step_metrics(
+        batch, signals, outcome, trainer_N, grad_norm=grad_norm, learning_rate=learning_rate
+    )
+    signal_recorded = signal_events(batch, signals, trainer_N, step=step, settings_id=settings_id)
+    weights = weights_event(
+        state.tensor_records(),
+        weight_version=weight_version_out,
+        parent_version=weight_version_in,
+        step=step,
+    )
+    committed = StepCommitted(
+        step=step,
+        rollout_step=rollout_step,
+        step_in_rollout=step_in_rollout,
+        weight_version_in=weight_version_in,
+        weight_version_out=weight_version_out,
+        indices=batch.indices_B,
+        micro_batch_offsets=plan.offsets_M,
+        micro_batch_ranks=plan.ranks_M,
+        micro_batch_rows=plan.rows,
+        micro_batch_width=plan.width,
+        settings_id=settings_id,
+        settings=settings,
+        layout=canonical_json({"parallel": state.parallel, "data_parallel_size": 1}),
+        learning_rate=learning_rate,
+        loss=outcome.loss,
+        grad_norm=grad_norm,
+        metric_names=list(metrics),
+        metric_values=np.array(list(metrics.values()), np.float64),
+        batch_digest=_digest_of(batch, step_in_rollout, old_log_probs_N),
+        micro_batch_digests=micro_batch_digests(micros, outcome.log_probs_N, batch.sampled_N),
+        gradient_digest=gradient_digest,
+        optimizer_digest=state.optimizer_digest(),
+        random_state_digest=state.random_state_digest(),
+        num_threads=torch.get_num_threads(),
+        trained_tokens=int(np.count_nonzero(batch.loss_mask_N)),
+        data_time_s=data_time_s,
+        train_time_s=forward_time_s + optimizer_time_s,
+        digest_time_s=digest_time_s + (time.perf_counter() - began),
+    )
+    return StepResult(
+        step_committed=committed, signals=signal_recorded, weights=weights, metrics=metrics
+    )
+
+
+def _signals(
+    state: TrainState,
+    batch: Batch,
+    algorithm: AlgorithmSettings,
+    sizes: BatchSettings,
+    micros: list[MicroBatch],
+    reference: Any,
+    old_log_probs_N: npt.NDArray[np.float32] | None,
+) -> Signals:
+    """Everything that the training forward is given: advantages, weights, old and reference."""
+    temperature = algorithm.rollout_temperature
+    old_N = batch.rollout_log_probs_N if algorithm.use_rollout_logprobs else old_log_probs_N
+    ref_N = None
+    if algorithm.kl_coef != 0 or algorithm.use_kl_loss:
+        ref_N = response_log_probs(
+            reference, batch, micros, temperature=temperature, free_routing=True
+        )
+    kl_N = None
+    if algorithm.kl_coef != 0 and ref_N is not None:
+        policy_N = old_N
+        if policy_N is None:
+            policy_N = response_log_probs(state.chunks[0], batch, micros, temperature=temperature)
+        kl_N = approximate_kl(
+            torch.from_numpy(policy_N), torch.from_numpy(ref_N), algorithm.kl_loss_type
+        ).numpy()
+    rewards = RewardBatch(
+        rewards_B=batch.rewards_B,
+        group_index_B=batch.group_index_B,
+        rollout_id_B=batch.rollout_id_B,
+        response_lengths_B=batch.response_lengths_B,
+        loss_mask_N=batch.loss_mask_N,
+        kl_N=kl_N,
+    )
+    return Signals(
+        advantages_N=estimate_advantages(rewards, algorithm),
+        weights_N=token_weights(
+            batch.loss_mask_N,
+            batch.response_lengths_B,
+            batch.rollout_id_B,
+            calculate_per_token_loss=algorithm.calculate_per_token_loss,
+            global_batch_size=sizes.global_batch_size,
+        ),
+        old_log_probs_N=old_N,
+        ref_log_probs_N=ref_N,
+    )
+
+
+def _digest_of(
+    batch: Batch, step_in_rollout: int, old_log_probs_N: npt.NDArray[np.float32] | None
+) -> bytes:
+    """The batch, and the old log-probs where they are an input of their own.
+
+    In a rollout's first step they are a function of state and batch, given or not.
+    """
+    if step_in_rollout == 0 or old_log_probs_N is None:
+        return batch_digest(batch)
+    old_N = np.where(batch.sampled_N > 0, old_log_probs_N, np.float32(np.nan))
+    return batch_digest(batch, [("old_log_probs", old_N)])
+
+
+def _require_finite(
+    state: TrainState, batch: Batch, micros: list[MicroBatch], outcomes: list[Outcome]
+) -> None:
+    """Before the optimizer: afterwards the weights would be spoiled."""
+    for number, (micro, outcome) in enumerate(zip(micros, outcomes, strict=True)):
+        if not np.isfinite(outcome.loss):
+            raise Diverged(
+                explain(
+                    "computing the loss of a step",
+                    on=f"micro-batch {number}, samples {batch.indices_B[micro.samples].tolist()}",
+                    expected="a finite number",
+                    found=outcome.loss,
+                    do="nothing was committed and the weights are unchanged; look at the rollout "
+                    "log-probs and rewards of these samples, and at --lr",
+                )
+            )
+    for name, parameter in state.model.named_parameters():
+        if not bool(torch.isfinite(parameter.main_grad).all()):
+            raise Diverged(
+                explain(
+                    "computing the gradients of a step",
+                    on=f"parameter {name!r}",
+                    expected="finite numbers",
+                    found="infinity or NaN",
+                    do="nothing was committed and the weights are unchanged; lower --lr, or look "
+                    "for extreme log-prob ratios",
+                )
+            )

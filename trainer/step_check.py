@@ -1,0 +1,97 @@
+"""Whether settings, batch, model and reference of a step fit together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ledger.errors import InvalidArgument, explain
+from trainer.batch import Batch
+from trainer.routing_replay import is_moe
+from trainer.settings import AlgorithmSettings, BatchSettings
+from trainer.state import TrainState
+
+__all__ = ["check_step"]
+
+
+def check_step(
+    state: TrainState,
+    batch: Batch,
+    algorithm: AlgorithmSettings,
+    sizes: BatchSettings,
+    step_in_rollout: int,
+    reference: Any,
+    old_log_probs_N: npt.NDArray[np.float32] | None,
+) -> None:
+    """Raises InvalidArgument with what does not fit; arguments as in `run_step`."""
+    rollouts = len(np.unique(batch.rollout_id_B))
+    if rollouts != sizes.global_batch_size:
+        raise _wrong(
+            "--global-batch-size",
+            f"{sizes.global_batch_size} rollouts in the batch of a step (sibling samples of one "
+            "rollout count once)",
+            f"{rollouts} rollouts, {len(batch.indices_B)} samples",
+            "give the step as many rollouts as its settings say: they divide its loss",
+        )
+    if is_moe(state.model) and batch.expert_ids is None:
+        raise _wrong(
+            "a model with experts",
+            "the recorded routing of every sample",
+            "none",
+            "record the routing while sampling (routing_recorded events); the trainer never routes "
+            "recorded samples freely",
+        )
+    if not is_moe(state.model) and batch.expert_ids is not None:
+        raise _wrong(
+            "a dense model",
+            "samples without routing",
+            "samples of a model with experts",
+            "train the model that sampled them",
+        )
+    needs_reference = algorithm.kl_coef != 0 or algorithm.use_kl_loss
+    if needs_reference and reference is None:
+        raise _wrong(
+            "--kl-coef" if algorithm.kl_coef != 0 else "--use-kl-loss",
+            "a reference model",
+            "none",
+            "give one (--ref-load), or switch the KL off",
+        )
+    _check_old(batch, algorithm, step_in_rollout, old_log_probs_N)
+
+
+def _check_old(
+    batch: Batch,
+    algorithm: AlgorithmSettings,
+    step_in_rollout: int,
+    old_log_probs_N: npt.NDArray[np.float32] | None,
+) -> None:
+    if old_log_probs_N is None:
+        if step_in_rollout > 0 and not algorithm.use_rollout_logprobs:
+            raise _wrong(
+                f"step {step_in_rollout} of its rollout",
+                "the log-probs by the policy before the rollout's first step",
+                "none",
+                "compute them by trainer.scoring.score_policy before the first step, or set "
+                "--use-rollout-logprobs",
+            )
+        return
+    if algorithm.use_rollout_logprobs:
+        raise _wrong(
+            "--use-rollout-logprobs",
+            "the engine's log-probs alone as old ones",
+            "old log-probs by the trainer as well",
+        )
+    if old_log_probs_N.shape != batch.sampled_N.shape or old_log_probs_N.dtype != np.float32:
+        raise _wrong(
+            "old log-probs",
+            f"float32, one for each of {len(batch.sampled_N)} response tokens",
+            f"{old_log_probs_N.dtype}, shape {old_log_probs_N.shape}",
+        )
+
+
+def _wrong(on: str, expected: object, found: object, do: str | None = None) -> InvalidArgument:
+    return InvalidArgument(
+        explain("preparing a training step", on=on, expected=expected, found=found, do=do)
+    )
