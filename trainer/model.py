@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -68,6 +69,7 @@ def build_model(
     # accident.
     RouterReplay.global_router_replay_instances[:] = others
     model.trajectory_architecture = architecture
+    _scale_after_product(model)
     model.to(device())
     if not trainable:
         model.requires_grad_(False)
@@ -139,6 +141,20 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
         **experts,
     )
     return TransformerConfig(**options)
+
+
+def _scale_after_product(model: GPTModel) -> None:
+    """Scale attention scores after the product of queries and keys instead of inside it.
+
+    Megatron's local attention hands 1/√head_dim to the matrix product, Hugging Face's eager attention
+    multiplies its result. The two round alike only where the factor is a power of two (head_dim 16,
+    64, 256); elsewhere the factor moves to Megatron's softmax, which has a place for it.
+    """
+    for layer in model.decoder.layers:
+        attention = layer.self_attention.core_attention
+        if math.frexp(attention.softmax_scale)[0] != 0.5:
+            attention.scale_mask_softmax.scale = attention.softmax_scale
+            attention.softmax_scale = 1.0
 
 
 def architecture_of(model: Any) -> Architecture:
