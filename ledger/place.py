@@ -91,13 +91,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _fill(catalog: Catalog) -> None:
-    # The journal mode is kept in the file. It can be changed only outside a transaction, and not
-    # while another process does the same: hence the lock around.
-    raw = catalog.engine.raw_connection()
-    try:
-        raw.cursor().execute("PRAGMA journal_mode = WAL")
-    finally:
-        raw.close()
+    catalog.keep_write_ahead_log()
     with catalog.write() as connection:
         if migrations.current(connection) is not None:
             return

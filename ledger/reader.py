@@ -83,6 +83,11 @@ class Reader:
             IncompatibleFormat: a newer version wrote a segment.
             InvalidArgument: `where` or `columns` names something that is not there.
         """
+        unknown = [name for name in where or {} if name not in RANGES]
+        if unknown:
+            raise InvalidArgument(
+                explain("a range was not understood", expected=f"of {RANGES}", found=unknown)
+            )
         whole = self._tables.get(kind)
         if whole is None:
             whole = self._assemble(kind, where)
@@ -176,10 +181,6 @@ class Reader:
 
 def _overlaps(segment: SegmentInfo, where: Mapping[str, tuple[int, int]]) -> bool:
     for name, (low, high) in where.items():
-        if name not in RANGES:
-            raise InvalidArgument(
-                explain("a range was not understood", expected=f"one of {RANGES}", found=name)
-            )
         ends = segment.ranges.get(name)
         if ends is not None and (ends[1] < low or ends[0] > high):
             return False

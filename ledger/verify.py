@@ -64,6 +64,21 @@ class VerifyReport:
         """Nothing is wrong."""
         return not self.findings
 
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`: totals and findings."""
+        return dataclasses.asdict(self) | {"ok": self.ok}
+
+    def lines(self) -> list[str]:
+        """For a reader: every finding, then the totals."""
+        totals = (
+            f"{self.runs} runs, {self.commits} commits, {self.segments} segments, "
+            f"{self.rows} events, {self.size_bytes} bytes"
+        )
+        verdict = "all as committed" if self.ok else f"{len(self.findings)} findings"
+        return [line for f in self.findings for line in str(f).splitlines()] + [
+            f"{totals}: {verdict}"
+        ]
+
 
 def verify_ledger(
     ledger: Ledger,

@@ -124,7 +124,9 @@ class Writer:
                 if field in table.column_names:
                     for row, named in enumerate(table.column(field).to_pylist()):
                         if named != own:
-                            refuse(kind, row, field, f"{own!r}, which it is written to", named)
+                            refuse(
+                                kind, row, field, f"{own!r}, which it is written to", repr(named)
+                            )
         forks = tables.get("branch_forked")
         if forks is not None and forks.num_rows > 1:
             refuse("branch_forked", 1, "branch", "one fork in an append", forks.num_rows)

@@ -6,6 +6,7 @@ Everything above is written for any dialect of SQLAlchemy; what is particular to
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,18 @@ class Catalog:
         ):
             yield connection
 
+    def keep_write_ahead_log(self) -> None:
+        """Switch an SQLite file to WAL, for good. No other process may do the same at that moment."""
+        if self.engine.dialect.name != "sqlite":
+            return
+        with _translated("the catalog was not set up", self.name):
+            # The mode can be changed only outside a transaction, which SQLAlchemy always begins.
+            raw = self.engine.raw_connection()
+            try:
+                raw.cursor().execute("PRAGMA journal_mode = WAL")
+            finally:
+                raw.close()
+
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
@@ -86,8 +99,8 @@ def _begin(connection: sa.Connection) -> None:
 def _translated(tried: str, on: str) -> Iterator[None]:
     try:
         yield
-    except sa.exc.DatabaseError as error:
-        text = str(error.orig)
+    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
+        text = str(error.orig if isinstance(error, sa.exc.DatabaseError) else error)
         if "not a database" in text:
             raise IncompatibleFormat(
                 explain(tried, on=on, expected="a catalog", found=text)

@@ -1,0 +1,95 @@
+"""The local store: exclusive, whole, durable in the right order, in our errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ledger.errors import Corrupt, NotFound, StorageFailed
+from ledger.storage import LocalStore
+
+
+def test_objects_come_back_and_are_never_overwritten(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    large = os.urandom(1 << 17)
+    store.put([("a/b/one", b"1"), ("a/b/two", b""), ("a/c/large", large)])
+    assert store.read("a/b/one").to_pybytes() == b"1"
+    assert store.read("a/b/two").to_pybytes() == b""
+    assert store.read("a/c/large").to_pybytes() == large
+    assert sorted(store.list("a")) == ["a/b/one", "a/b/two", "a/c/large"]
+    store.put([("a/b/one", b"1")])
+    with pytest.raises(Corrupt, match="taken by other bytes"):
+        store.put([("a/b/one", b"2")])
+    assert store.read("a/b/one").to_pybytes() == b"1"
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir() if p.name.startswith(".")] == []
+    with pytest.raises(NotFound):
+        store.read("a/b/three")
+    with pytest.raises(NotFound):
+        store.stamp("nowhere/x")
+
+
+def test_a_mapped_object_holds_no_file_open(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put([("x", b"7" * (1 << 17))])
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [store.read("x") for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert kept[0].to_pybytes() == b"7" * (1 << 17)
+
+
+def test_file_then_name_then_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, str]] = []
+    names: dict[int, str] = {}
+    real = {name: getattr(os, name) for name in ("open", "write", "fsync", "link")}
+
+    def recorded_open(path: Any, *args: Any) -> int:
+        descriptor: int = real["open"](path, *args)
+        names[descriptor] = str(path)
+        return descriptor
+
+    def recorded_fsync(descriptor: int) -> None:
+        calls.append(("fsync", names[descriptor]))
+        real["fsync"](descriptor)
+
+    def recorded_link(source: Any, target: Any) -> None:
+        calls.append(("link", str(target)))
+        real["link"](source, target)
+
+    def recorded_write(descriptor: int, data: Any) -> int:
+        calls.append(("write", names[descriptor]))
+        # A short write, as a kernel may make, must not lose the rest.
+        written: int = real["write"](descriptor, data[:2])
+        return written
+
+    monkeypatch.setattr(os, "open", recorded_open)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "link", recorded_link)
+    monkeypatch.setattr(os, "write", recorded_write)
+    LocalStore(tmp_path).put([("new/dir/x", b"12345")])
+    target = tmp_path / "new" / "dir"
+    steps = [(what, "tmp" if ".tmp-" in on else on) for what, on in calls]
+    assert steps[:5] == [("write", "tmp")] * 3 + [("fsync", "tmp"), ("link", str(target / "x"))]
+    synced = {Path(on) for what, on in steps[5:] if what == "fsync"}
+    assert synced == {target, target.parent, tmp_path}
+    assert (target / "x").read_bytes() == b"12345"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_full_or_broken_disk_is_our_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def failing(descriptor: int, data: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    store = LocalStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", failing)
+        with pytest.raises(StorageFailed, match=os.strerror(code)):
+            store.put([("d/x", b"1"), ("d/y", b"2")])
+    assert list((tmp_path / "d").iterdir()) == []
+    store.put([("d/x", b"1"), ("d/y", b"2")])
+    assert sorted(store.list("d")) == ["d/x", "d/y"]
