@@ -19,6 +19,7 @@ from rollout.engines.decoding import Decoded, Scored, decode_batch, score_batch
 from rollout.engines.parameters import canonical_views, check_named, record_views
 from rollout.engines.routing import RoutingRecorder, count_experts
 from rollout.protocol import GenerationRequest, GenerationResult, SamplingParams, check_request
+from rollout.quiet import without_progress_bars
 
 if TYPE_CHECKING:
     from ledger.weights import TensorRecord
@@ -88,12 +89,13 @@ class TransformersEngine:
                     explain("loading a model", on=option, expected="at least 1", found=value)
                 )
         self.version = transformers.__version__
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-        )
+        with without_progress_bars():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=getattr(torch, dtype),
+                attn_implementation=attn_implementation,
+                local_files_only=True,
+            )
         self._model: Any = model.to(device).eval()
         config = self._model.config
         self.vocab_size = int(config.vocab_size)
@@ -115,6 +117,7 @@ class TransformersEngine:
         self._weight_version = weight_version
         self._lock = threading.Lock()
         self._paused: str | None = None
+        self._half_done = False
         if self._recorder is not None:
             # A forward of one token: routers of another shape are refused now, not mid-run.
             self._score([np.zeros(2, dtype=np.int32)], SamplingParams(), rows=1, width=2)
@@ -240,23 +243,25 @@ class TransformersEngine:
         with self._lock:
             check_named(self._views, new)
             self._paused = f"an update to version {version} that has not finished"
+            self._half_done = True
             for name, view in self._views.items():
                 view.copy_(new[name])
             records = record_views(self._views)
-            self._weight_version = version
+            self._weight_version, self._half_done = version, False
             self._paused = f"paused: version {version} is loaded and waits for release"
             return records
 
     def release(self, version: int) -> None:
         """Serve again; see `rollout.protocol.Engine`."""
         with self._lock:
-            if version != self._weight_version:
+            if self._half_done or version != self._weight_version:
+                loaded = f"the loaded version {self._weight_version}"
                 raise Conflict(
                     explain(
                         "releasing the engine",
                         on=f"engine {self.name}",
-                        expected=f"the loaded version {self._weight_version}",
-                        found=version,
+                        expected="a finished update" if self._half_done else loaded,
+                        found=self._paused if self._half_done else version,
                         do="load that version with update_weights first",
                     )
                 )

@@ -25,6 +25,7 @@ from rollout.models.tokenizer import (
     VOCAB_SIZE,
     character_tokenizer,
 )
+from rollout.quiet import without_progress_bars
 from rollout.tasks import PromptSource, create_source, stop_token_ids
 
 __all__ = ["TinySettings", "make_tiny_model"]
@@ -49,10 +50,14 @@ class TinySettings:
     max_position_embeddings: int = 64
     tie_word_embeddings: bool = True
     warmup_steps: int = 150
-    warmup_batch_size: int = 128
+    warmup_batch_size: int = 64
     warmup_lr: float = 4e-3
-    wrong_share: float = 0.5
+    wrong_share: float = 0.15
     """Share of the answers whose characters are shuffled."""
+
+
+_MOE = {"warmup_steps": 180, "warmup_lr": 6e-3, "wrong_share": 0.1}
+"""Experts see fewer tokens each: the warm-up of a mixture is longer."""
 
 
 def _build(settings: TinySettings) -> Any:
@@ -195,7 +200,7 @@ def make_tiny_model(
         InvalidArgument: an unknown setting or task.
     """
     try:
-        settings = TinySettings(moe=moe, task=task, seed=seed, **changes)
+        settings = TinySettings(moe=moe, task=task, seed=seed, **((_MOE if moe else {}) | changes))
     except TypeError as error:
         raise InvalidArgument(
             explain("making a tiny model", on=str(sorted(changes)), found=str(error))
@@ -211,7 +216,7 @@ def make_tiny_model(
         torch.use_deterministic_algorithms(True)
         model, tokenizer = _build(settings), character_tokenizer()
         _warm_up(model, tokenizer, settings, progress)
-        with new_folder(target, recipe) as folder:
+        with new_folder(target, recipe) as folder, without_progress_bars():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     finally:

@@ -1,0 +1,128 @@
+"""The rollout side of a training process: one engine, what it samples, and how it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ledger.events import EvalScored
+from ledger.seeds import derive_seed
+from rollout.engines import create_engine
+from rollout.evaluation import evaluate
+from rollout.rewards import create_reward
+from rollout.settings import RolloutSettings
+from rollout.tasks import create_source, stop_token_ids
+from rollout.worker import RolloutProgress, RolloutSummary, RolloutWorker
+
+if TYPE_CHECKING:
+    from ledger.store import Ledger
+    from ledger.weights import TensorRecord
+    from ledger.writer import Writer
+
+__all__ = ["LocalRolloutSide", "rollout_settings"]
+
+EVALUATION = "held-out"
+
+
+def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
+    """From the options of the command line, by name. Raises InvalidArgument."""
+    return RolloutSettings(
+        run_seed=values["rollout_seed"],
+        rollout_batch_size=values["rollout_batch_size"],
+        n_samples_per_prompt=values["n_samples_per_prompt"],
+        over_sampling_batch_size=values["over_sampling_batch_size"],
+        dynamic_sampling_filter_path=values["dynamic_sampling_filter_path"],
+        max_rounds=values["rollout_max_rounds"],
+        rollout_max_response_len=values["rollout_max_response_len"],
+        rollout_temperature=values["rollout_temperature"],
+        rollout_top_p=values["rollout_top_p"],
+        rollout_top_k=values["rollout_top_k"],
+    )
+
+
+class LocalRolloutSide:
+    """An engine in reach of this process, its prompts and its verifier, on one branch."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        run_id: str,
+        branch: str,
+        writer: Writer,
+        model_dir: Path,
+        values: Mapping[str, Any],
+        progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> None:
+        """Load tokenizer and engine from `model_dir`; `values` are options by name.
+
+        Raises InvalidArgument or MissingDependency where an option or a package does not fit.
+        """
+        import transformers
+
+        settings = rollout_settings(values)
+        self._engine = create_engine(
+            values["engine"],
+            model_dir,
+            recompute_logprobs_via_prefill=values["recompute_logprobs_via_prefill"],
+            micro_batch_rows=values["micro_batch_size"],
+            seq_length=values["seq_length"],
+        )
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True
+        )
+        seed = values["rollout_seed"]
+        task, options = values["task"], values["task_options"]
+        source = create_source(task, seed=seed, options=options)
+        self._reward = create_reward(values["custom_rm_path"] or source.reward)
+        self._eval_seed = derive_seed("evaluation", seed)
+        self._eval_source = create_source(task, seed=self._eval_seed, options=options)
+        self._n_eval_prompts = values["n_eval_prompts"]
+        self._params = settings.sampling(stop_token_ids(source, self._tokenizer))
+        self._worker = RolloutWorker(
+            ledger,
+            run_id,
+            branch,
+            writer,
+            self._engine,
+            source,
+            self._reward,
+            self._tokenizer,
+            settings,
+            progress,
+        )
+
+    @property
+    def name(self) -> str:
+        """Of the engine."""
+        return self._engine.name
+
+    def rollout(self, rollout_step: int) -> RolloutSummary:
+        """As `RolloutWorker.rollout`."""
+        return self._worker.rollout(rollout_step)
+
+    def evaluate(self, version: int) -> EvalScored:
+        """Measure the loaded weights, at the training temperature, on held-out prompts."""
+        return evaluate(
+            self._engine,
+            self._eval_source,
+            self._reward,
+            self._tokenizer,
+            name=EVALUATION,
+            n_prompts=self._n_eval_prompts,
+            params=self._params,
+            seed=self._eval_seed,
+            weight_version=version,
+        )
+
+    def load_weights(self, version: int, named: Iterable[tuple[str, Any]]) -> list[TensorRecord]:
+        """As `Engine.update_weights`: the engine stays stopped until `release`."""
+        return self._engine.update_weights(version, named)
+
+    def release(self, version: int) -> None:
+        """As `Engine.release`."""
+        self._engine.release(version)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._engine.close()

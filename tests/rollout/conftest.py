@@ -1,0 +1,31 @@
+"""Models of the rollout tests: random weights with a few warm-up steps, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.models.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "dense", warmup_steps=25, warmup_lr=1e-2
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "moe", moe=True, warmup_steps=25, warmup_lr=1e-2
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_dense: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_dense)
