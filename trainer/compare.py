@@ -47,8 +47,8 @@ def compare_steps(
     """The first difference, in the order in which a step computes; None where all bits agree.
 
     The order: settings, batch, partition into micro-batches, log-probs (which micro-batch), loss,
-    gradients, their norm, learning rate, weights (which tensor), optimizer, random state. Floats are
-    compared by their bits: NaN equals itself, and −0.0 is not 0.0. Measurements do not count.
+    gradients, their norm, learning rate, weights (which tensor), optimizer, random state. Floats
+    are compared by their bits: NaN equals itself, and −0.0 is not 0.0. Measurements do not count.
     """
 
     def diverged(quantity: str, expected: object, found: object, where: str = "") -> Divergence:

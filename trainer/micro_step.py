@@ -139,16 +139,24 @@ def _loss(
         return values_BC.detach().cpu().numpy()[micro.response_BT[:, column:]]
 
     weights_BC = placed(signals.weights_N)
-    old_BC = log_probs_BC.detach()
+    in_loss_BC = weights_BC > 0
+    current_BC = log_probs_BC.detach()
+
+    def beside_current(values_N: npt.NDArray[np.float32]) -> Tensor:
+        # The current log-prob itself where the token is in no loss: a ratio that overflows there
+        # would make the gradient 0 · ∞.
+        return torch.where(in_loss_BC, placed(values_N), current_BC)
+
+    old_BC = current_BC
     if signals.old_log_probs_N is not None:
-        old_BC = placed(signals.old_log_probs_N)
+        old_BC = beside_current(signals.old_log_probs_N)
     result = policy_loss(
         LossInputs(
             log_probs_BT=log_probs_BC,
             old_log_probs_BT=old_BC,
-            rollout_log_probs_BT=placed(batch.rollout_log_probs_N),
+            rollout_log_probs_BT=beside_current(batch.rollout_log_probs_N),
             advantages_BT=placed(signals.advantages_N),
-            mask_BT=weights_BC > 0,
+            mask_BT=in_loss_BC,
         ),
         algorithm,
     )
@@ -158,12 +166,10 @@ def _loss(
     kl_BC = torch.zeros_like(log_probs_BC)
     if signals.ref_log_probs_N is not None:
         kl_BC = approximate_kl(
-            log_probs_BC, placed(signals.ref_log_probs_N), algorithm.kl_loss_type
+            log_probs_BC, beside_current(signals.ref_log_probs_N), algorithm.kl_loss_type
         )
     if algorithm.kl_loss_coef != 0:
         token_loss_BC = token_loss_BC + algorithm.kl_loss_coef * kl_BC
-    # where, not a product alone: in a masked column the ratio may overflow to infinity.
-    token_loss_BC = torch.where(weights_BC > 0, token_loss_BC, 0.0)
     loss = (weights_BC * token_loss_BC).sum()
     outcome = Outcome(
         loss=float(loss.detach()),

@@ -37,14 +37,12 @@ def micro_batch_digests(
     In the first step of a rollout they can be computed again from the signals alone, which hold the
     same numbers.
     """
-    return [
-        blake3(
-            np.ascontiguousarray(
-                log_probs_N[m.responses][sampled_N[m.responses] > 0], np.dtype("<f4")
-            ).data
-        ).digest()
-        for m in micros
-    ]
+    digests = []
+    for micro in micros:
+        sampled = sampled_N[micro.responses] > 0
+        taken = np.ascontiguousarray(log_probs_N[micro.responses][sampled], np.dtype("<f4"))
+        digests.append(blake3(taken.tobytes()).digest())
+    return digests
 
 
 def signal_events(

@@ -36,6 +36,16 @@ def test_gradient(name, slope):
     assert current.grad.item() == pytest.approx(slope, rel=1e-5)
 
 
+@pytest.mark.parametrize("current", [-200.0, 200.0])
+def test_low_var_kl_has_no_gradient_beyond_its_clamp(current):
+    given_log_prob = torch.tensor([current], requires_grad=True)
+    value = approximate_kl(given_log_prob, torch.tensor([0.0]), "low_var_kl")
+    value.sum().backward()
+    assert value.item() == 10.0
+    assert given_log_prob.grad is not None
+    assert given_log_prob.grad.item() == 0.0
+
+
 def test_unknown_type():
     with pytest.raises(InvalidArgument, match="k1, k2, k3, low_var_kl"):
         approximate_kl(torch.zeros(1), torch.zeros(1), "k4")

@@ -8,7 +8,7 @@ d = log π(token) − log π_ref(token), where tokens were sampled from π. Schu
 | `k1` | d | unbiased, may be negative |
 | `k2` | d² / 2 | biased, never negative |
 | `k3` | e^(−d) − 1 + d | unbiased, never negative |
-| `low_var_kl` | k3 clamped to [−10, 10] | as in slime (Miles and verl clamp d to ±20 besides) |
+| `low_var_kl` | k3 clamped to [−10, 10] | as in slime, Miles and verl |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trainer.algorithms.registry import resolve
 __all__ = ["KL_TYPES", "approximate_kl"]
 
 LOW_VAR_CLAMP = 10.0
+D_CLAMP = 20.0
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,10 @@ def k3(d: torch.Tensor) -> torch.Tensor:
 
 
 def low_var_kl(d: torch.Tensor) -> torch.Tensor:
-    return torch.clamp(k3(d), -LOW_VAR_CLAMP, LOW_VAR_CLAMP)
+    # Beyond ±20 k3 is above 10, so the inner clamp changes no value; without it e^(−d) overflows,
+    # and the gradient is 0 · ∞.
+    bounded = torch.clamp(d, -D_CLAMP, D_CLAMP)
+    return torch.clamp(k3(bounded), -LOW_VAR_CLAMP, LOW_VAR_CLAMP)
 
 
 KL_TYPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
