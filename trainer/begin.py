@@ -43,7 +43,9 @@ class Standing:
     fork_version: int | None
     """For a branch, new or resumed: the version that it forked from."""
     changed: Mapping[str, Any]
-    """For a new branch: the options that differ from the recorded ones."""
+    """For a branch: the options that differ from those of the branch it leaves."""
+    limit: int | None
+    """--num-rollout, where it was given: with recorded data there is an end without it."""
 
     @property
     def settings_json(self) -> str:
@@ -95,6 +97,7 @@ def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
             parent_branch=None,
             fork_version=None,
             changed={},
+            limit=explicit.get("num_rollout"),
         )
     return _resume(ledger, run_id, branch, explicit)
 
@@ -126,6 +129,7 @@ def _resume(ledger: Ledger, run_id: str, branch: str, explicit: Mapping[str, Any
         parent_branch=info.parent,
         fork_version=info.fork_version,
         changed={},
+        limit=explicit.get("num_rollout"),
     )
 
 
@@ -156,6 +160,7 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
         parent_branch=parent,
         fork_version=version,
         changed=changed,
+        limit=explicit.get("num_rollout"),
     )
     if name not in {b.name for b in ledger.branches(run_id)}:
         return standing
@@ -184,6 +189,7 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
         parent_branch=info.parent,
         fork_version=version,
         changed=changed,
+        limit=explicit.get("num_rollout"),
     )
 
 

@@ -223,7 +223,7 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "constant",
         "shape of the decay",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        choices=("constant", "linear", "cosine", "inverse-square-root"),
     ),
     Option("lr_decay_iters", "optimizer", int, None, "steps of the decay"),
     Option("lr_warmup_iters", "optimizer", int, 0, "steps of the warm-up"),

@@ -36,7 +36,15 @@ from trainer.weights import (
     read_safetensors,
 )
 
-__all__ = ["MOMENTS", "TrainState", "create_state", "load_weights"]
+__all__ = [
+    "MOMENTS",
+    "TrainState",
+    "check_settings",
+    "create_state",
+    "load_weights",
+    "make_optimizer",
+    "make_scheduler",
+]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's moments, by their names in the optimizer's state."""
@@ -202,7 +210,7 @@ def create_state(
 
     Raises NotFound, Corrupt or InvalidArgument where the folder or the settings cannot be used.
     """
-    _check(optimizer)
+    check_settings(optimizer)
     hf_config = read_config(model_dir)
     model = build_model(hf_config, parallel, trainable=True)
     load_weights(model, model_dir)
@@ -219,13 +227,13 @@ def create_state(
     ]
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.no_sync_func = chunks[0].no_sync
-    megatron_optimizer = _optimizer(optimizer, chunks)
+    megatron_optimizer = make_optimizer(optimizer, chunks)
     seed_everything(seed)
     return TrainState(
         model=model,
         chunks=chunks,
         optimizer=megatron_optimizer,
-        scheduler=_scheduler(optimizer, megatron_optimizer),
+        scheduler=make_scheduler(optimizer, megatron_optimizer),
         hf_config=hf_config,
         parallel=parallel,
         settings=optimizer,
@@ -245,7 +253,8 @@ def load_weights(model: Any, model_dir: str | Path) -> None:
     import_weights(model, widened)
 
 
-def _optimizer(settings: OptimizerSettings, chunks: list[Any]) -> Any:
+def make_optimizer(settings: OptimizerSettings, chunks: list[Any]) -> Any:
+    """Megatron's optimizer over the parameters of `chunks`, without any state yet."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -269,7 +278,8 @@ def _optimizer(settings: OptimizerSettings, chunks: list[Any]) -> Any:
         )
 
 
-def _scheduler(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamScheduler:
+def make_scheduler(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron's schedule of learning rate and weight decay, at its beginning."""
     decay = settings.lr_decay_iters
     if decay is None:
         decay = settings.lr_warmup_iters + 1  # never read where the rate stays constant
@@ -288,7 +298,8 @@ def _scheduler(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamSch
     )
 
 
-def _check(settings: OptimizerSettings) -> None:
+def check_settings(settings: OptimizerSettings) -> None:
+    """Raises InvalidArgument for settings that cannot work."""
     styles = ("constant", "linear", "cosine", "inverse-square-root")
     if settings.lr_decay_style not in styles:
         raise _wrong("--lr-decay-style", f"one of {', '.join(styles)}", settings.lr_decay_style)

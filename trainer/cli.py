@@ -1,0 +1,268 @@
+"""`ledger-train`: trains from a ledger, goes on where it was stopped, or re-trains from a version."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ledger.errors import LedgerError, explain
+from trainer.options import add_options
+
+__all__ = ["main"]
+
+_EXAMPLES = """\
+examples:
+  ledger-train --ledger runs/a --hf-checkpoint models/tiny --task reasoning_gym:spell_backward
+      start a run; the same command again goes on where it was stopped
+  ledger-train --ledger runs/a --from-version 42 --advantage-estimator rloo
+      fork a branch at version 42 and re-train it on the recorded trajectories
+  ledger-train --ledger runs/a --from-version 42 --data fresh --lr 5e-7
+      the same with new rollouts
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; what is not given on the command line is absent from its result."""
+    parser = argparse.ArgumentParser(
+        prog="ledger-train",
+        description="Train a language model from the trajectory ledger. A run that was stopped goes "
+        "on with the same command; --from-version re-trains from any weight version.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. 0 on success, 2 with the reason on standard error, 130 when interrupted."""
+    given = vars(build_parser().parse_args(argv))
+    as_json = given.pop("json")
+    try:
+        result = run(given, show=not as_json)
+    except LedgerError as error:
+        print(f"ledger-train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ledger-train: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    if as_json:
+        print(json.dumps(result, sort_keys=True))
+    else:
+        _print_result(result)
+    return 0
+
+
+def run(explicit: Mapping[str, Any], *, show: bool) -> dict[str, Any]:
+    """Do what the options ask for; returns what `--json` prints. Raises LedgerError."""
+    from ledger.store import open_ledger
+    from trainer.begin import find_standing
+
+    began = time.monotonic()
+    uri = explicit.get("ledger", os.environ.get("LEDGER_URI", "ledger-data"))
+    explicit = {**explicit, "ledger": str(uri)}
+    forking = "from_version" in explicit
+    with open_ledger(uri, create=not forking) as ledger:
+        standing = find_standing(ledger, explicit)
+        _check(standing.values)
+        # Heavy imports only once the options make sense.
+        from trainer.opening import is_complete
+
+        if is_complete(standing):
+            return _result(ledger, standing, began, steps=0, rewards=[], seconds={})
+        return _train(ledger, standing, began, show=show)
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Refuse what cannot work before anything is written."""
+    from rollout.engines import ENGINE_NAMES, create_engine
+    from rollout.side import rollout_settings
+    from trainer.settings import batch_settings
+
+    batch_settings(values)
+    rollout_settings(values)
+    if values["engine"] not in ENGINE_NAMES or values["engine"] == "sglang":
+        # Says what is missing, or what the names are.
+        create_engine(values["engine"], values["hf_checkpoint"] or "MODEL")
+
+
+def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str, Any]:
+    from rollout.side import LocalRolloutSide
+    from trainer.algorithms.check import check_algorithm
+    from trainer.loop import TrainingLoop
+    from trainer.opening import open_branch
+    from trainer.parallel import initialize
+    from trainer.progress import StepProgress
+    from trainer.restore import load_reference, needs_reference
+    from trainer.settings import algorithm_settings, batch_settings, parallel_settings
+
+    values = standing.values
+    algorithm = algorithm_settings(values)
+    check_algorithm(algorithm)
+    initialize(
+        parallel_settings(values),
+        seed=values["rollout_seed"],
+        num_threads=values["num_threads"],
+        deterministic=values["deterministic_mode"],
+    )
+    opened = open_branch(ledger, standing)
+    if opened.recorded is None:
+        total = values["num_rollout"]
+        steps_total = (total - opened.place.rollout_step) * values["num_steps_per_rollout"]
+    else:
+        steps_total = len(opened.recorded)
+    with StepProgress(total=steps_total, enabled=show) as progress:
+        progress.say(_headline(standing, opened))
+        side = None
+        if opened.recorded is None or values["eval_interval"] is not None:
+            side = LocalRolloutSide(
+                ledger,
+                standing.run_id,
+                standing.branch,
+                opened.writer,
+                opened.model_dir,
+                values,
+                lambda p: progress.doing(
+                    f"rollout {p.rollout_step}: {p.kept_groups}/{p.wanted_groups} groups"
+                ),
+            )
+            _load_first(side, opened, standing.run_id)
+        loop = TrainingLoop(
+            ledger=ledger,
+            run_id=standing.run_id,
+            branch=standing.branch,
+            writer=opened.writer,
+            state=opened.state,
+            reference=load_reference(ledger, opened.history, parallel_settings(values))
+            if needs_reference(algorithm)
+            else None,
+            algorithm=algorithm,
+            sizes=batch_settings(values),
+            rollout_side=side,
+            recorded=opened.recorded,
+            history=opened.history,
+            place=opened.place,
+            num_rollout=values["num_rollout"],
+            save_interval=values["save_interval"],
+            eval_interval=values["eval_interval"],
+            checkpoints=opened.checkpoints,
+            model_dir=opened.model_dir,
+            progress=progress,
+        )
+        try:
+            loop.run()
+        finally:
+            opened.writer.close()
+            if side is not None:
+                side.close()
+    summary = loop.summary
+    return _result(
+        ledger,
+        standing,
+        began,
+        steps=summary.steps,
+        rewards=summary.rewards,
+        seconds={"restore": opened.restore_time_s, **summary.seconds},
+    )
+
+
+def _load_first(side: Any, opened: Any, run_id: str) -> None:
+    """Give the engine the weights of the restored version, and compare its own checksums."""
+    from ledger.errors import Diverged
+    from ledger.weights import first_difference
+    from trainer.compare import records_of_event
+
+    version = opened.place.weight_version
+    found = side.load_weights(version, opened.state.export_weights())
+    difference = first_difference(records_of_event(opened.history.weights[version]), found)
+    if difference is not None:
+        raise Diverged(
+            explain(
+                "loading the engine",
+                on=f"run {run_id!r}, version {version}, engine {side.name}",
+                expected="the checksums that were published",
+                found=difference,
+            )
+        )
+    side.release(version)
+
+
+def _headline(standing: Any, opened: Any) -> str:
+    where = f"run {standing.run_id!r}, branch {standing.branch!r}"
+    place = opened.place
+    if standing.kind == "new run":
+        return f"{where}: new run from {standing.values['hf_checkpoint']}"
+    if standing.kind == "new branch":
+        changed = ", ".join(f"{k} = {v}" for k, v in standing.changed.items()) or "nothing changed"
+        data = "recorded trajectories" if opened.recorded is not None else "fresh rollouts"
+        text = f"{where}: forked at version {place.weight_version} on {data}; {changed}"
+        if opened.recorded is not None:
+            text += (
+                "\nnote: from its second step on the branch learns from what other weights sampled; "
+                "watch effective_sample_size and behaviour_kl"
+            )
+        return text
+    return f"{where}: goes on from version {place.weight_version}, step {place.step}"
+
+
+def _result(
+    ledger: Any,
+    standing: Any,
+    began: float,
+    *,
+    steps: int,
+    rewards: list[float],
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    from trainer.history import read_history
+
+    run_id, branch = standing.run_id, standing.branch
+    history = read_history(ledger, run_id)
+    version = history.head(branch, standing.fork_version)
+    info = ledger.run(run_id)
+    return {
+        "ledger": ledger.uri,
+        "run_id": run_id,
+        "branch": branch,
+        "kind": standing.kind,
+        "steps": steps,
+        "weight_version": version,
+        "weights_root": history.weights[version].root.hex(),
+        "checkpoint": str(_checkpoint(ledger, history, version)),
+        "content_digest": ledger.content_digest(run_id, branch).hex(),
+        "chain_head": info.head_chain.hex(),
+        "events": info.head_seq,
+        "mean_rewards": rewards,
+        "seconds": {
+            **{k: round(v, 4) for k, v in seconds.items()},
+            "total": round(time.monotonic() - began, 4),
+        },
+    }
+
+
+def _checkpoint(ledger: Any, history: Any, version: int) -> Path | None:
+    event = history.checkpoints.get(version)
+    return None if event is None else ledger.root / event.location
+
+
+def _print_result(result: Mapping[str, Any]) -> None:
+    if not result["steps"]:
+        print("nothing left to do: raise --num-rollout to go on")
+    print(
+        f"run {result['run_id']!r}, branch {result['branch']!r}: version "
+        f"{result['weight_version']}, weights {result['weights_root'][:16]}…\n"
+        f"checkpoint      {result['checkpoint']}\n"
+        f"content digest  {result['content_digest']}\n"
+        f"chain head      {result['chain_head']} ({result['events']} events)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""The loop: rollouts come in through the ledger, a step is taken, its weights go out.
+
+Trainer and rollout side meet only here and in the ledger; what the loop knows of the rollout side
+is `RolloutSide`. Every stage is committed before the next one begins, and looks at what is
+committed before it does anything, so that a process which starts again goes on where the last one
+was killed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ledger.errors import Diverged, explain
+from ledger.events import CheckpointSaved, EvalScored, StepCommitted, WeightsPublished
+from ledger.store import Ledger
+from ledger.weights import TensorRecord, first_difference
+from ledger.writer import Writer
+from trainer.checkpoint import save_checkpoint
+from trainer.compare import compare_steps, records_of_event
+from trainer.history import History
+from trainer.progress import StepProgress
+from trainer.settings import AlgorithmSettings, BatchSettings
+from trainer.state import TrainState
+from trainer.step import StepResult
+from trainer.stepping import PlannedStep, take_rollout
+
+__all__ = ["LoopSummary", "Place", "RolloutOutcome", "RolloutSide", "TrainingLoop", "checkpoint_of"]
+
+
+class RolloutOutcome(Protocol):
+    """What the loop needs to know of a rollout step."""
+
+    @property
+    def kept_indices(self) -> Any:
+        """[B] int64, samples to train on, in order."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean raw reward of all samples, dropped ones included."""
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of all samples."""
+
+
+class RolloutSide(Protocol):
+    """Samples, verifies and evaluates with the weights it was last given."""
+
+    @property
+    def name(self) -> str:
+        """Of the engine."""
+
+    def rollout(self, rollout_step: int) -> RolloutOutcome:
+        """Write the events of a rollout step, those that are not there yet."""
+
+    def evaluate(self, version: int) -> EvalScored:
+        """Measure the weights that are loaded."""
+
+    def load_weights(self, version: int, named: Iterable[tuple[str, Any]]) -> list[TensorRecord]:
+        """Stop, take new weights, and return records of the engine's own parameters."""
+
+    def release(self, version: int) -> None:
+        """Let requests run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the next rollout of a branch stands."""
+
+    weight_version: int
+    """The version before its first step."""
+    step: int
+    """Number of its first step."""
+    rollout_step: int
+
+
+@dataclass(slots=True)
+class LoopSummary:
+    """What a process did."""
+
+    steps: int = 0
+    tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+    """Mean raw reward of each rollout step of this process."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock seconds by stage."""
+
+    def spent(self, stage: str, since: float) -> None:
+        """Add the seconds since `since` (time.perf_counter) to a stage."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - since
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingLoop:
+    """One branch of one run, from where it stands to its end."""
+
+    ledger: Ledger
+    run_id: str
+    branch: str
+    writer: Writer
+    state: TrainState
+    reference: Any
+    """A frozen model for the KL, or None."""
+    algorithm: AlgorithmSettings
+    sizes: BatchSettings
+    rollout_side: RolloutSide | None
+    """None: recorded trajectories, and no evaluation."""
+    recorded: Sequence[StepCommitted] | None
+    """The steps whose samples are trained on again; None: fresh rollouts."""
+    history: History
+    """As it was when the process began: steps of this branch after `place` are taken again and
+    compared, not appended."""
+    place: Place
+    num_rollout: int
+    save_interval: int
+    eval_interval: int | None
+    checkpoints: Path
+    model_dir: Path
+    """Tokenizer and configuration, copied into every checkpoint."""
+    progress: StepProgress
+    summary: LoopSummary = field(default_factory=LoopSummary)
+    _saved: set[int] = field(default_factory=set)
+    _evaluated: set[int] = field(default_factory=set)
+    _sampled: RolloutOutcome | None = None
+
+    def run(self) -> Place:
+        """Train to the end; returns the place after it. Raises whatever a stage raises."""
+        evaluations = self.ledger.reader(self.run_id, branch=None).table("eval_scored")
+        self._evaluated.update(evaluations["weight_version"].to_pylist())
+        for rollout_step, samples in self._rollouts():
+            self._evaluate_if_due(rollout_step)
+            if samples is None:
+                samples = self._fresh(rollout_step)
+            self._train(rollout_step, samples)
+            if (rollout_step + 1) % self.save_interval == 0:
+                self._save()
+        self._evaluate_if_due(None)
+        self._save()
+        return self.place
+
+    def _rollouts(self) -> Iterable[tuple[int, list[np.ndarray] | None]]:
+        if self.recorded is None:
+            for rollout_step in range(self.place.rollout_step, self.num_rollout):
+                yield rollout_step, None
+            return
+        for rollout_step, group in groupby(self.recorded, key=lambda one: one.rollout_step):
+            yield rollout_step, [one.indices for one in group]
+
+    def _fresh(self, rollout_step: int) -> list[np.ndarray]:
+        """Sample the rollout step; the samples of each of its optimizer steps."""
+        if self.rollout_side is None:
+            raise RuntimeError("a loop over fresh rollouts was made without a rollout side")
+        began = time.perf_counter()
+        self.progress.doing(f"rollout {rollout_step}")
+        outcome = self.rollout_side.rollout(rollout_step)
+        self._sampled = outcome
+        self.summary.spent("rollout", began)
+        self.summary.rewards.append(outcome.mean_reward)
+        self.summary.tokens += outcome.tokens
+        return np.split(np.asarray(outcome.kept_indices), self.sizes.num_steps_per_rollout)
+
+    def _train(self, rollout_step: int, samples: Sequence[np.ndarray]) -> None:
+        self.progress.doing(f"step {self.place.step}")
+        planned = self._plan(rollout_step, samples)
+        reader = self.ledger.reader(self.run_id, branch=None)
+        began = time.perf_counter()
+        for plan, _, result in take_rollout(
+            self.state, reader, planned, self.algorithm, self.sizes, reference=self.reference
+        ):
+            self.summary.spent("train", began)
+            published = self._publish(result)
+            began = time.perf_counter()
+            if plan.weight_version_out in self.history.steps:
+                self._compare(plan, result)
+            else:
+                self.writer.append([*result.signals, result.step_committed, published])
+            self.summary.spent("append", began)
+            if self.rollout_side is not None:
+                self.rollout_side.release(plan.weight_version_out)
+            self.summary.steps += 1
+            self.place = Place(plan.weight_version_out, plan.step + 1, rollout_step + 1)
+            self._show(plan, result)
+            began = time.perf_counter()
+
+    def _plan(self, rollout_step: int, samples: Sequence[np.ndarray]) -> list[PlannedStep]:
+        planned = []
+        version = self.place.weight_version
+        first_in_rollout = 0
+        if self.recorded is not None:
+            first_in_rollout = next(
+                one.step_in_rollout for one in self.recorded if one.rollout_step == rollout_step
+            )
+        for number, indices in enumerate(samples):
+            step = self.place.step + number
+            made = self.ledger.allocate(self.run_id, "weight_version", f"{self.branch}/{step}", 1)
+            planned.append(
+                PlannedStep(
+                    step=step,
+                    rollout_step=rollout_step,
+                    step_in_rollout=first_in_rollout + number,
+                    weight_version_in=version,
+                    weight_version_out=made,
+                    indices=indices,
+                )
+            )
+            version = made
+        return planned
+
+    def _publish(self, result: StepResult) -> WeightsPublished:
+        """Hand the new weights to the engine, which stays stopped; compare its own checksums."""
+        if self.rollout_side is None:
+            return result.weights
+        began = time.perf_counter()
+        version = result.weights.weight_version
+        found = self.rollout_side.load_weights(version, self.state.export_weights())
+        difference = first_difference(records_of_event(result.weights), found)
+        if difference is not None:
+            raise Diverged(
+                explain(
+                    "publishing weights to the engine",
+                    on=f"version {version}, engine {self.rollout_side.name}",
+                    expected="the checksums of the trainer's weights",
+                    found=difference,
+                    do="nothing was committed; start the command again",
+                )
+            )
+        self.summary.spent("publish", began)
+        return replace(
+            result.weights,
+            transport="memory",
+            acknowledged_by=[self.rollout_side.name],
+            transfer_time_s=time.perf_counter() - began,
+        )
+
+    def _compare(self, plan: PlannedStep, result: StepResult) -> None:
+        """A step that was committed before the process was killed was taken again."""
+        divergence = compare_steps(
+            self.history.steps[plan.weight_version_out],
+            result.step_committed,
+            self.history.weights[plan.weight_version_out],
+            result.weights,
+        )
+        if divergence is not None:
+            raise Diverged(
+                explain(
+                    "going on in the middle of a rollout",
+                    on=f"run {self.run_id!r}, branch {self.branch!r}",
+                    expected="the recorded bits",
+                    found=str(divergence),
+                )
+            )
+
+    def _save(self) -> None:
+        version = self.place.weight_version
+        if version in self._saved or version in self.history.checkpoints:
+            return
+        began = time.perf_counter()
+        self.progress.doing(f"checkpoint of version {version}")
+        event = checkpoint_of(
+            self.ledger,
+            self.state,
+            self.checkpoints / f"v{version:06d}",
+            model_dir=self.model_dir,
+            weight_version=version,
+            step=self.place.step - 1 if self.place.step else None,
+        )
+        self.writer.append([event])
+        self._saved.add(version)
+        self.summary.spent("checkpoint", began)
+
+    def _evaluate_if_due(self, rollout_step: int | None) -> None:
+        """Measure the current version before `rollout_step`, or, with None, at the end."""
+        due = rollout_step is None or (
+            self.eval_interval is not None and rollout_step % self.eval_interval == 0
+        )
+        version = self.place.weight_version
+        if self.eval_interval is None or not due or version in self._evaluated:
+            return
+        if self.rollout_side is None:
+            raise RuntimeError("a loop with evaluations was made without a rollout side")
+        began = time.perf_counter()
+        self.progress.doing(f"evaluation of version {version}")
+        event = self.rollout_side.evaluate(version)
+        self.writer.append([event])
+        self._evaluated.add(version)
+        self.progress.say(
+            f"evaluation of version {version}: mean reward {event.mean_reward:.3f} "
+            f"on {len(event.rewards)} prompts"
+        )
+        self.summary.spent("evaluation", began)
+
+    def _show(self, plan: PlannedStep, result: StepResult) -> None:
+        shown: dict[str, float] = {}
+        tokens = result.step_committed.trained_tokens
+        if self._sampled is not None:
+            shown["reward"] = self._sampled.mean_reward
+            tokens = self._sampled.tokens
+        shown["trained_reward"] = result.metrics["reward_mean"]
+        shown["loss"] = result.metrics["loss"]
+        shown["grad_norm"] = result.metrics["grad_norm"]
+        shown["mismatch"] = result.metrics["logprob_mismatch_max"]
+        self.progress.step(plan.step, plan.weight_version_out, tokens, shown)
+
+
+def checkpoint_of(
+    ledger: Ledger,
+    state: TrainState,
+    folder: Path,
+    *,
+    model_dir: Path,
+    weight_version: int,
+    step: int | None,
+) -> CheckpointSaved:
+    """Write the state of a version to `folder`, durably, and give the event that says so."""
+    saved = save_checkpoint(state, folder, model_dir=model_dir)
+    absolute = folder.absolute()
+    inside = absolute.is_relative_to(ledger.root)
+    return CheckpointSaved(
+        weight_version=weight_version,
+        step=step,
+        weights_root=saved.weights_root,
+        optimizer_digest=saved.optimizer_digest,
+        random_state_digest=saved.random_state_digest,
+        format=saved.format,
+        location=str(absolute.relative_to(ledger.root) if inside else absolute),
+        files=list(saved.files),
+        file_hashes=list(saved.file_hashes),
+        file_sizes=np.array(saved.file_sizes, np.int64),
+        save_time_s=saved.save_time_s,
+    )

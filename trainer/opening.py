@@ -1,0 +1,272 @@
+"""Bringing a branch to where it goes on: its first events, its state, its place."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from ledger.canonical import canonical_json, json_digest
+from ledger.environment import describe_environment
+from ledger.errors import InvalidArgument, NotFound, explain
+from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted
+from ledger.store import Ledger
+from ledger.writer import Writer
+from trainer.begin import Standing
+from trainer.history import History, read_history
+from trainer.loop import Place, checkpoint_of
+from trainer.model import read_config
+from trainer.parallel import determinism_report
+from trainer.reconfigure import reconfigure
+from trainer.restore import check_checkpoint, restore
+from trainer.settings import optimizer_settings, parallel_settings
+from trainer.state import TrainState, create_state
+from trainer.step_events import weights_event
+
+__all__ = ["Opened", "is_complete", "open_branch", "remaining_recorded"]
+
+PRODUCER = "ledger-train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A branch that is ready to be trained."""
+
+    writer: Writer
+    state: TrainState
+    history: History
+    place: Place
+    recorded: list[StepCommitted] | None
+    """With recorded data: the steps whose samples come next."""
+    model_dir: Path
+    """The checkpoint of the run's first version: configuration and tokenizer."""
+    checkpoints: Path
+    restore_time_s: float
+
+
+def open_branch(ledger: Ledger, standing: Standing) -> Opened:
+    """Write what has to be written first, and restore the state to go on from.
+
+    The process groups must have been started. Raises InvalidArgument, NotFound, Corrupt, Diverged.
+    """
+    began = time.perf_counter()
+    checkpoints = _checkpoint_root(ledger, standing)
+    if standing.history is None:
+        writer, state = _start_run(ledger, standing, checkpoints)
+        history = read_history(ledger, standing.run_id)
+        place, recorded = Place(0, 0, 0), None
+    else:
+        history = standing.history
+        recorded = remaining_recorded(history, standing)
+        place = _place(history, standing, recorded)
+        _require_work(standing, recorded)
+        state = restore(
+            ledger,
+            history,
+            place.weight_version,
+            parallel=parallel_settings(standing.values),
+            optimizer=optimizer_settings(standing.values),
+            seed=standing.values["rollout_seed"],
+        )
+        reconfigure(state, optimizer_settings(standing.values))
+        writer = _go_on(ledger, standing, history, place)
+    first = min(v for v, w in history.weights.items() if w.parent_version is None)
+    return Opened(
+        writer=writer,
+        state=state,
+        history=history,
+        place=place,
+        recorded=recorded,
+        model_dir=check_checkpoint(ledger, history, first),
+        checkpoints=checkpoints,
+        restore_time_s=time.perf_counter() - began,
+    )
+
+
+def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[Writer, TrainState]:
+    values = standing.values
+    if not values["hf_checkpoint"]:
+        raise InvalidArgument(
+            explain(
+                "starting a run",
+                on="--hf-checkpoint",
+                expected="the folder of a Hugging Face model to start from",
+                found="nothing",
+                do="make a model with `python -m rollout.models tiny --output models/tiny`, or "
+                "give the folder of one of yours",
+            )
+        )
+    model_dir = Path(values["hf_checkpoint"])
+    if not (model_dir / "config.json").is_file():
+        raise NotFound(
+            explain(
+                "starting a run",
+                on=f"--hf-checkpoint {model_dir}",
+                expected="a folder with config.json, model.safetensors and tokenizer.json",
+                found="no such folder" if not model_dir.is_dir() else "no config.json in it",
+            )
+        )
+    state = create_state(
+        model_dir,
+        parallel_settings(values),
+        optimizer_settings(values),
+        seed=values["rollout_seed"],
+    )
+    if standing.run_id not in {run.run_id for run in ledger.runs()}:
+        ledger.create_run(standing.run_id)
+    writer = ledger.writer(standing.run_id, standing.branch, producer=PRODUCER)
+    weights = weights_event(
+        state.tensor_records(), weight_version=0, parent_version=None, step=None
+    )
+    started = RunStarted(
+        run_id=standing.run_id,
+        run_seed=values["rollout_seed"],
+        settings=standing.settings_json,
+        places=standing.places_json,
+        environment=environment_json(),
+        deterministic=values["deterministic_mode"],
+        num_threads=values["num_threads"],
+        model_digest=json_digest(read_config(model_dir)),
+        tokenizer_digest=_file_digest(model_dir / "tokenizer.json"),
+        chat_template_digest=None,
+    )
+    # The checkpoint first, so that one transaction makes the run, its first version and its first
+    # checkpoint real together.
+    saved = checkpoint_of(
+        ledger,
+        state,
+        checkpoints / "v000000",
+        model_dir=model_dir,
+        weight_version=0,
+        step=None,
+    )
+    writer.append([started, weights, saved])
+    return writer, state
+
+
+def _go_on(ledger: Ledger, standing: Standing, history: History, place: Place) -> Writer:
+    if standing.kind == "new branch":
+        return ledger.fork(
+            standing.run_id,
+            BranchForked(
+                branch=standing.branch,
+                parent_branch=standing.parent_branch or "main",
+                fork_seq=history.seq_of[standing.weight_version],
+                weight_version=standing.weight_version,
+                settings=standing.settings_json,
+                data=standing.values["data"],
+            ),
+            PRODUCER,
+        )
+    writer = ledger.writer(standing.run_id, standing.branch, producer=PRODUCER)
+    writer.append(
+        [
+            RunResumed(
+                run_id=standing.run_id,
+                weight_version=place.weight_version,
+                rollout_step=place.rollout_step,
+                places=standing.places_json,
+                environment=environment_json(),
+            )
+        ]
+    )
+    return writer
+
+
+def remaining_recorded(history: History, standing: Standing) -> list[StepCommitted] | None:
+    """With recorded data: the recorded steps of the parent that the branch has still to take.
+
+    A rollout that was cut by a kill is there as a whole: its steps are taken again from its first.
+    """
+    if standing.values["data"] != "recorded":
+        return None
+    if standing.fork_version is None:
+        raise InvalidArgument(
+            explain("training on recorded data", expected="a branch", found=standing.branch)
+        )
+    recorded = history.recorded_after(standing.fork_version)
+    if standing.limit is not None:
+        recorded = [one for one in recorded if one.rollout_step < standing.limit]
+    made = _made(history, standing)
+    left = recorded[len(made) :]
+    if left and made and left[0].rollout_step == made[-1].rollout_step:
+        cut = [one for one in made if one.rollout_step == left[0].rollout_step]
+        return recorded[len(made) - len(cut) :]
+    return left
+
+
+def _made(history: History, standing: Standing) -> list[StepCommitted]:
+    """The steps of the branch itself, in order."""
+    steps = [s for v, s in history.steps.items() if history.branch_of[v] == standing.branch]
+    return sorted(steps, key=lambda one: one.step)
+
+
+def _place(history: History, standing: Standing, recorded: list[StepCommitted] | None) -> Place:
+    """Where the next rollout begins; that is the cut one where a kill fell into a rollout."""
+    made = _made(history, standing)
+    if made:
+        last = made[-1]
+        of_rollout = [one for one in made if one.rollout_step == last.rollout_step]
+        whole = last.step_in_rollout + 1 == standing.values["num_steps_per_rollout"]
+        if recorded is not None:
+            whole = not recorded or recorded[0].rollout_step != last.rollout_step
+        if whole:
+            return Place(last.weight_version_out, last.step + 1, last.rollout_step + 1)
+        first = of_rollout[0]
+        return Place(first.weight_version_in, first.step, first.rollout_step)
+    before = history.steps.get(standing.weight_version)
+    if before is None:
+        return Place(standing.weight_version, 0, 0)
+    return Place(standing.weight_version, before.step + 1, before.rollout_step + 1)
+
+
+def _require_work(standing: Standing, recorded: list[StepCommitted] | None) -> None:
+    if standing.kind == "new branch" and recorded is not None and not recorded:
+        raise InvalidArgument(
+            explain(
+                "re-training from a version on recorded trajectories",
+                on=f"run {standing.run_id!r}, version {standing.weight_version}",
+                expected="steps recorded after it on its branch",
+                found="none",
+                do="name an earlier version, or train on new rollouts with --data fresh",
+            )
+        )
+
+
+def environment_json() -> str:
+    """What results depend on in this process, as an event records it."""
+    return canonical_json({**describe_environment(), "determinism": determinism_report()})
+
+
+def _checkpoint_root(ledger: Ledger, standing: Standing) -> Path:
+    base = standing.values["save"]
+    root = Path(base) if base else ledger.root / "checkpoints"
+    return root / standing.run_id
+
+
+def _file_digest(path: Path) -> bytes:
+    if not path.is_file():
+        raise NotFound(
+            explain(
+                "reading the tokenizer",
+                on=str(path.parent),
+                expected="tokenizer.json (a fast tokenizer)",
+                found="no such file",
+            )
+        )
+    return blake3(path.read_bytes()).digest()
+
+
+def is_complete(standing: Standing) -> bool:
+    """Whether a branch that is gone on with has nothing left to train, evaluate or save."""
+    if standing.kind != "resume" or standing.history is None:
+        return False
+    recorded = remaining_recorded(standing.history, standing)
+    place = _place(standing.history, standing, recorded)
+    if recorded is None:
+        left = place.rollout_step < standing.values["num_rollout"]
+    else:
+        left = bool(recorded)
+    return not left and place.weight_version in standing.history.checkpoints

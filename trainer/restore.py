@@ -1,0 +1,207 @@
+"""The exact state of any version: the nearest checkpoint before it, and the steps after it again.
+
+Every step that is run again is compared with what was recorded. A difference is handed to whoever
+asked for the replay; `restore` raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ledger.errors import Diverged, NotFound, explain
+from ledger.events import CheckpointSaved, StepCommitted
+from ledger.reader import Reader
+from ledger.store import Ledger
+from trainer.checkpoint import load_checkpoint
+from trainer.checkpoint_files import check_files
+from trainer.compare import Divergence, compare_steps, records_of_event
+from trainer.history import History
+from trainer.model import build_model, read_config
+from trainer.reconfigure import reconfigure
+from trainer.settings import AlgorithmSettings, OptimizerSettings, ParallelSettings
+from trainer.state import TrainState, create_state, load_weights
+from trainer.stepping import PlannedStep, recorded_settings, take_rollout
+
+__all__ = [
+    "StepAgain",
+    "check_checkpoint",
+    "checkpoint_folder",
+    "load_reference",
+    "load_version",
+    "needs_reference",
+    "replay_steps",
+    "restore",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepAgain:
+    """A recorded step that was run again."""
+
+    recorded: StepCommitted
+    divergence: Divergence | None
+    """None: every bit is as recorded."""
+
+
+def checkpoint_folder(ledger: Ledger, event: CheckpointSaved) -> Path:
+    """Where a checkpoint's files are: its location is absolute, or relative to the ledger."""
+    return ledger.root / event.location
+
+
+def check_checkpoint(ledger: Ledger, history: History, version: int) -> Path:
+    """Compare every byte of a version's checkpoint with what was recorded; returns its folder.
+
+    Raises NotFound where the folder or a file is gone; Corrupt with version, file, both hashes and
+    the first tensor that differs.
+    """
+    event = history.checkpoints[version]
+    folder = checkpoint_folder(ledger, event)
+    where = f"run {history.run_id!r}, version {version}" + (
+        "" if event.step is None else f" (made by step {event.step})"
+    )
+    if not folder.is_dir():
+        raise NotFound(
+            explain(
+                "reading the checkpoint of a version",
+                on=where,
+                expected=f"the folder {folder}, as its checkpoint_saved event says",
+                found="no such folder",
+                do="put the folder back from a copy, or name a version before it",
+            )
+        )
+    check_files(
+        folder,
+        dict(zip(event.files, event.file_hashes, strict=True)),
+        records_of_event(history.weights[version]),
+        where=f"{where}, {folder}",
+    )
+    return folder
+
+
+def load_version(
+    ledger: Ledger,
+    history: History,
+    version: int,
+    *,
+    parallel: ParallelSettings,
+    optimizer: OptimizerSettings,
+    seed: int,
+) -> TrainState:
+    """A new state from the checkpoint of `version`, every byte of it checked.
+
+    Raises NotFound where the checkpoint's folder or a file is gone, Corrupt where bytes differ from
+    what was recorded (with version, file and first tensor).
+    """
+    folder = check_checkpoint(ledger, history, version)
+    event = history.checkpoints[version]
+    state = create_state(folder, parallel, optimizer, seed=seed)
+    load_checkpoint(
+        state,
+        folder,
+        expected_records=records_of_event(history.weights[version]),
+        expected_optimizer_digest=event.optimizer_digest,
+        expected_random_state_digest=event.random_state_digest,
+        version=version,
+    )
+    return state
+
+
+def needs_reference(algorithm: AlgorithmSettings) -> bool:
+    """Whether a step with these settings takes log-probs of the reference policy."""
+    return algorithm.use_kl_loss or algorithm.kl_coef != 0
+
+
+def load_reference(ledger: Ledger, history: History, parallel: ParallelSettings) -> Any:
+    """The reference policy, frozen: the run's first version, from its checkpoint, checked."""
+    first = min(v for v, w in history.weights.items() if w.parent_version is None)
+    folder = check_checkpoint(ledger, history, first)
+    model = build_model(read_config(folder), parallel, trainable=False)
+    load_weights(model, folder)
+    return model
+
+
+def replay_steps(
+    state: TrainState,
+    reader: Reader,
+    history: History,
+    versions: Sequence[int],
+    *,
+    reference: Any = None,
+) -> Iterator[StepAgain]:
+    """Run the recorded steps that made `versions` again, in order, each with its own settings.
+
+    `state` must be that of the parent of the first one. Each step is yielded with the first
+    difference, if any; the caller decides whether to go on.
+    """
+    for _, group in groupby(
+        versions, key=lambda v: (history.branch_of[v], history.steps[v].rollout_step)
+    ):
+        recorded = [history.steps[v] for v in group]
+        settings = recorded_settings(recorded[0])
+        reconfigure(state, settings.optimizer)
+        planned = [
+            PlannedStep(
+                step=one.step,
+                rollout_step=one.rollout_step,
+                step_in_rollout=one.step_in_rollout,
+                weight_version_in=one.weight_version_in,
+                weight_version_out=one.weight_version_out,
+                indices=one.indices,
+            )
+            for one in recorded
+        ]
+        taken = take_rollout(
+            state, reader, planned, settings.algorithm, settings.sizes, reference=reference
+        )
+        for was, (_, _, again) in zip(recorded, taken, strict=True):
+            divergence = compare_steps(
+                was,
+                again.step_committed,
+                history.weights[was.weight_version_out],
+                again.weights,
+            )
+            yield StepAgain(recorded=was, divergence=divergence)
+
+
+def restore(
+    ledger: Ledger,
+    history: History,
+    version: int,
+    *,
+    parallel: ParallelSettings,
+    optimizer: OptimizerSettings,
+    seed: int,
+    verify: bool = True,
+) -> TrainState:
+    """The exact state of `version`: weights, optimizer, schedule and random state.
+
+    `optimizer` are the settings to start the nearest checkpoint's state with; steps that are run
+    again take their own. Raises what `load_version` raises, and Diverged where a step that is run
+    again does not give the recorded bits: then nothing can be built on it here.
+    """
+    start, *following = history.from_checkpoint(version)
+    state = load_version(ledger, history, start, parallel=parallel, optimizer=optimizer, seed=seed)
+    if not following:
+        return state
+    reader = ledger.reader(history.run_id, branch=None, verify=verify)
+    reference = None
+    if any(needs_reference(recorded_settings(history.steps[v]).algorithm) for v in following):
+        reference = load_reference(ledger, history, parallel)
+    for again in replay_steps(state, reader, history, following, reference=reference):
+        if again.divergence is not None:
+            raise Diverged(
+                explain(
+                    "restoring a version by running its steps again",
+                    on=f"run {history.run_id!r}, version {version}, from the checkpoint of "
+                    f"version {start}",
+                    expected="the recorded bits",
+                    found=str(again.divergence),
+                    do="restore on the machine, thread count and package versions that recorded "
+                    "it (see run_started.environment), or from a checkpoint of the version itself",
+                )
+            )
+    return state

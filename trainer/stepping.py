@@ -1,0 +1,120 @@
+"""Taking the optimizer steps of one rollout step, for the first time or again.
+
+All steps of a rollout use the log-probs of the policy before its first step as old log-probs, so a
+rollout is the unit that is trained, restored and replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ledger.errors import InvalidArgument, explain
+from ledger.events import StepCommitted
+from ledger.reader import Reader
+from trainer.batch import Batch, load_batch
+from trainer.scoring import score_policy
+from trainer.settings import AlgorithmSettings, BatchSettings, OptimizerSettings
+from trainer.state import TrainState
+from trainer.step import StepResult, run_step
+
+__all__ = ["PlannedStep", "RecordedSettings", "recorded_settings", "take_rollout"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PlannedStep:
+    """One optimizer step to be taken."""
+
+    step: int
+    rollout_step: int
+    step_in_rollout: int
+    weight_version_in: int
+    weight_version_out: int
+    indices: npt.NDArray[np.int64]
+    """[B] The samples, in training order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSettings:
+    """The settings of a recorded step, as data."""
+
+    algorithm: AlgorithmSettings
+    optimizer: OptimizerSettings
+    sizes: BatchSettings
+
+
+def recorded_settings(step: StepCommitted) -> RecordedSettings:
+    """Read the settings of a recorded step.
+
+    Raises InvalidArgument where they have a setting that this version does not know.
+    """
+    found = json.loads(step.settings)
+
+    def made(kind: Any, values: Mapping[str, Any]) -> Any:
+        known = {f.name for f in fields(kind)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise InvalidArgument(
+                explain(
+                    "reading the settings of a recorded step",
+                    on=f"step {step.step}",
+                    expected=f"settings that this version has: {', '.join(sorted(known))}",
+                    found=", ".join(unknown),
+                    do="use the version of this package that recorded the step, or a newer one",
+                )
+            )
+        return kind(**values)
+
+    return RecordedSettings(
+        algorithm=made(AlgorithmSettings, found["algorithm"]),
+        optimizer=made(OptimizerSettings, found["optimizer"]),
+        sizes=made(BatchSettings, found["sizes"]),
+    )
+
+
+def take_rollout(
+    state: TrainState,
+    reader: Reader,
+    planned: Sequence[PlannedStep],
+    algorithm: AlgorithmSettings,
+    sizes: BatchSettings,
+    *,
+    reference: Any = None,
+) -> Iterator[tuple[PlannedStep, Batch, StepResult]]:
+    """Take the steps of one rollout in order; `state` is that after each step when it is yielded.
+
+    `planned` are consecutive steps of one rollout, from the first that is trained here. Raises what
+    `load_batch` and `run_step` raise.
+    """
+    batches: list[tuple[Batch, float]] = []
+    for plan in planned:
+        began = time.perf_counter()
+        batches.append((load_batch(reader, plan.indices), time.perf_counter() - began))
+    old: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
+    if not algorithm.use_rollout_logprobs:
+        # The first step's are the detached current ones, bit for bit: no forward is needed.
+        old[1:] = [score_policy(state, batch, algorithm, sizes) for batch, _ in batches[1:]]
+        if planned[0].step_in_rollout:
+            old[0] = score_policy(state, batches[0][0], algorithm, sizes)
+    for plan, (batch, data_time_s), old_log_probs_N in zip(planned, batches, old, strict=True):
+        result = run_step(
+            state,
+            batch,
+            algorithm,
+            sizes,
+            step=plan.step,
+            rollout_step=plan.rollout_step,
+            step_in_rollout=plan.step_in_rollout,
+            weight_version_in=plan.weight_version_in,
+            weight_version_out=plan.weight_version_out,
+            reference=reference,
+            old_log_probs_N=old_log_probs_N,
+            data_time_s=data_time_s,
+        )
+        yield plan, batch, result
