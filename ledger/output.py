@@ -1,4 +1,4 @@
-"""How the command line prints: tables with full values, JSON, files of other formats, no surprises."""
+"""How the command line prints: tables with full values, JSON, files of other formats."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ledger.errors import InvalidArgument, explain
 
-__all__ = ["FORMATS", "console", "plain", "print_json", "printable", "write_table"]
+__all__ = ["FORMATS", "plain", "print_json", "printable", "show", "write_table"]
 
 FORMATS = ("table", "csv", "json", "parquet", "arrow")
 _PLAIN_WIDTH = 100_000
 """Columns of output that is no terminal: nothing is wrapped or cut there."""
 
 
-def console() -> Console:
-    """Standard output: colours and the terminal's width where it is one, plain text where not."""
+def show(*drawn: Any) -> None:
+    """Print what rich can draw: in colour and the terminal's width, or plainly where it is none."""
     if sys.stdout.isatty():
-        return Console()
-    return Console(width=_PLAIN_WIDTH, no_color=True, legacy_windows=False)
+        Console().print(*drawn, sep="\n", highlight=False)
+        return
+    made = io.StringIO()
+    Console(file=made, width=_PLAIN_WIDTH, no_color=True).print(*drawn, sep="\n", highlight=False)
+    sys.stdout.writelines(line.rstrip() + "\n" for line in made.getvalue().splitlines())
 
 
 def printable(text: str) -> str:
@@ -81,7 +85,9 @@ def write_table(table: pa.Table, format_: str) -> None:
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:
     """Rows as dictionaries; a column whose name occurs again gets a number."""
-    return list(table.rename_columns(_distinct(table.column_names)).to_pylist(maps_as_pydicts="lossy"))
+    return list(
+        table.rename_columns(_distinct(table.column_names)).to_pylist(maps_as_pydicts="lossy")
+    )
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -100,12 +106,12 @@ def _print_table(table: pa.Table) -> None:
     names = _distinct(table.column_names)
     for name, field in zip(names, table.schema, strict=True):
         number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-        drawn.add_column(printable(name), justify="right" if number else "left", overflow="fold")
+        drawn.add_column(
+            Text(printable(name)), justify="right" if number else "left", overflow="fold"
+        )
     for row in _rows(table):
-        drawn.add_row(*(_cell(row[name]) for name in names))
-    out = console()
-    out.print(drawn, markup=False)
-    out.print(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim")
+        drawn.add_row(*(Text(_cell(row[name])) for name in names))
+    show(drawn, Text(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim"))
 
 
 def _cell(value: Any) -> str:

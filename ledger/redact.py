@@ -1,8 +1,8 @@
 """Takes secrets out of settings, environments, command lines and addresses before they are stored.
 
-A value is taken out when its name says that it is a secret, or when it looks like one by itself. What
-stays readable is everything that decides results: numbers are never secrets here (`eos_token_id`,
-`max_tokens`), and a secret's place is still visible.
+A value is taken out when its name says that it is a secret, or when it looks like one by itself.
+Everything that decides results stays readable: a number under a name with "token" is no secret
+(`eos_token_id`, `max_tokens`), nor is vocabulary (`eos_token`). A secret's place is still visible.
 """
 
 from __future__ import annotations

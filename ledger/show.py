@@ -46,7 +46,7 @@ def read_trajectory(reader: TableSource, index: int) -> dict[str, Any]:
                 on=f"sample {index}",
                 expected="the index of a sample that was issued",
                 found=found,
-                do="find one: ledger sql \"SELECT index, reward FROM samples\"",
+                do='find one: ledger sql "SELECT index, reward FROM samples"',
             )
         )
     sample = samples[0]
@@ -57,8 +57,8 @@ def read_trajectory(reader: TableSource, index: int) -> dict[str, Any]:
             "WHERE list_contains(p.indices, $1)"
         )[0],
         "pieces": ask(
-            "SELECT 'segment' AS piece, s.segment, s.turn, s.start, s.length, 'sampled' AS source,\n"
-            "       NULL AS text, s.span_starts, s.span_ends, s.span_versions, s.finish_reason,\n"
+            "SELECT 'segment' AS piece, s.segment, s.turn, s.start, s.length,\n"
+            "       'sampled' AS source, NULL AS text, s.span_starts, s.span_ends, s.span_versions, s.finish_reason,\n"
             "       s.temperature, s.top_p, s.top_k, s.sampling_seed, s.logprob_mode, s.engine\n"
             "FROM segments AS s WHERE s.index = $1\n"
             "UNION ALL BY NAME\n"

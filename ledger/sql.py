@@ -195,7 +195,9 @@ def _translated(sql: str) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupted(con: duckdb.DuckDBPyConnection, sql: str, timeout_s: float | None) -> Iterator[None]:
+def _interrupted(
+    con: duckdb.DuckDBPyConnection, sql: str, timeout_s: float | None
+) -> Iterator[None]:
     """Interrupt the connection when the time is over."""
     if timeout_s is None:
         yield

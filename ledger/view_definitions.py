@@ -89,7 +89,8 @@ def _extended(
         doc,
         f"SELECT e.*{extra}\nFROM {kind} AS e {tail}".rstrip(),
         (kind,),
-        event_columns(kind) + _made(**{column: meaning for column, (_, meaning) in computed.items()}),
+        event_columns(kind)
+        + _made(**{column: meaning for column, (_, meaning) in computed.items()}),
     )
 
 
@@ -148,7 +149,9 @@ _ALL = (
         (),
         public=False,
     ),
-    View("_responses", "One row a sample: its pieces in order.", RESPONSES, ("_pieces",), (), False),
+    View(
+        "_responses", "One row a sample: its pieces in order.", RESPONSES, ("_pieces",), (), False
+    ),
     View(
         "trajectories",
         "One row a sample: prompt and response as one sequence, assembled from all its pieces.",
@@ -219,8 +222,14 @@ _ALL = (
         "samples",
         "One row a sample: what it is, what it earned, and what became of it.",
         SAMPLES,
-        ("prompt_issued", "segment_generated", "observation_appended", "rewards", "decisions")
-        + ("consumption",),
+        (
+            "prompt_issued",
+            "segment_generated",
+            "observation_appended",
+            "rewards",
+            "decisions",
+            "consumption",
+        ),
         _PLACED
         + _SAMPLE
         + _made(
@@ -259,7 +268,7 @@ _ALL = (
             size="Samples issued.",
             rollouts="Rollouts that have a reward.",
             reward_mean="Mean reward over rollouts.",
-            reward_std="Their deviation, unbiased; NULL below two rewards, NaN if one is not finite.",
+            reward_std="Deviation, unbiased; NULL below two rewards, NaN if one is not finite.",
             reward_min="Smallest reward.",
             reward_max="Largest reward.",
             zero_variance="Whether all rewards are equal; NULL before the first.",

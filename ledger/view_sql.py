@@ -171,7 +171,8 @@ LEFT JOIN (
 """
 
 # Equal rewards are told by max − min, which is NaN (hence not zero) when a reward is not finite;
-# DuckDB 1.5 refuses a deviation over infinities, so it is not asked for one.
+# DuckDB 1.5 refuses a deviation over infinities, so it is not asked for one. Rewards are
+# added up in order of rollout_id: the same question gives the same bits.
 GROUPS = """
 SELECT p.run_id, p.branch, p.group_index, p.rollout_step, p.round, p.text, p.label, p.source,
        p.source_row, len(p.indices) AS size,
@@ -183,8 +184,8 @@ SELECT p.run_id, p.branch, p.group_index, p.rollout_step, p.round, p.text, p.lab
        coalesce(d.kept, 0) AS kept, coalesce(d.dropped, 0) AS dropped
 FROM prompt_issued AS p
 LEFT JOIN (
-  SELECT x.group_index, count(*) AS rollouts, avg(x.reward) AS reward_mean,
-         stddev_samp(x.reward) FILTER (isfinite(x.reward)) AS reward_std,
+  SELECT x.group_index, count(*) AS rollouts, avg(x.reward ORDER BY x.rollout_id) AS reward_mean,
+         stddev_samp(x.reward ORDER BY x.rollout_id) FILTER (isfinite(x.reward)) AS reward_std,
          min(x.reward) AS reward_min, max(x.reward) AS reward_max,
          bool_and(isfinite(x.reward)) AS finite
   FROM (SELECT w.group_index, w.rollout_id, arg_max(w.reward, w.seq) AS reward
@@ -225,7 +226,7 @@ LEFT JOIN (SELECT y.parent_version, count(*) AS children
            FROM weights AS y GROUP BY y.parent_version) AS k ON w.weight_version = k.parent_version
 LEFT JOIN (
   SELECT z.weight_version_out, any_value(z.rollout_step) AS rollout_step,
-         avg(z.reward) AS reward_mean
+         avg(z.reward ORDER BY z.rollout_id) AS reward_mean
   FROM (SELECT u.weight_version_out, any_value(u.rollout_step) AS rollout_step, r.rollout_id,
                arg_max(r.reward, r.seq) AS reward
         FROM (SELECT e.weight_version_out, e.rollout_step, unnest(e.indices) AS index

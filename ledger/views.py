@@ -58,10 +58,10 @@ def register_views(
 ) -> None:
     """Make every event and view of `reader` queryable in `con`.
 
-    `only` names the views (or events) that will be asked; what they need is registered too. It saves
-    opening files that a query does not touch: routing is most of a ledger's bytes. The connection
-    keeps the Arrow tables alive. Raises what `reader.table` raises, and nothing is half registered
-    in a way that a second call would not repair.
+    `only` names the views (or events) that will be asked; what they need is registered too. It
+    saves opening files that a query does not touch: routing is most of a ledger's bytes. The
+    connection keeps the Arrow tables alive. Raises what `reader.table` raises; calling again
+    replaces what was registered.
     """
     done: set[str] = set()
 

@@ -320,9 +320,7 @@ def responses(rollout_step: int) -> list[Event]:
         spans = {12: ((2, 0), (2, 1)), 17: ((4, -1),)}.get(index, ())
         finish = "abort" if index == 19 else "length"
         made.append(
-            segment(
-                index, ints(21, 22, 23, 24), rollout_step=1, spans=spans, finish_reason=finish
-            )
+            segment(index, ints(21, 22, 23, 24), rollout_step=1, spans=spans, finish_reason=finish)
         )
     return made
 
