@@ -44,13 +44,7 @@ from trainer.checkpoint_files import (
     read_tensors,
     sync,
 )
-from trainer.digests import (
-    optimizer_root,
-    random_state,
-    random_state_root,
-    records_of,
-    restore_random_state,
-)
+from trainer.digests import optimizer_root, random_state_root, records_of
 from trainer.state import MOMENTS, TrainState
 from trainer.weights import import_weights, read_safetensors, write_safetensors
 
@@ -147,7 +141,7 @@ def _write(
 ) -> dict[str, Any]:
     write_safetensors(work, state.export_weights(), state.hf_config)
     save_file(dict(state.moments()), work / OPTIMIZER_FILE)
-    save_file(random_state(), work / RANDOM_FILE)
+    save_file(state.generators, work / RANDOM_FILE)
     for name in _COPIED:
         if (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, work / name)
@@ -208,7 +202,7 @@ def load_checkpoint(
     expected_random_state_digest: bytes | None = None,
     version: int | None = None,
 ) -> None:
-    """Make `state` (and the process's generators) exactly what was saved.
+    """Make `state` exactly what was saved.
 
     The expectations are what the ledger recorded: `expected_records` of weights_published,
     `expected_files` (name → blake3) of checkpoint_saved. Without them the folder is checked against
@@ -240,7 +234,7 @@ def load_checkpoint(
     _restore_adam(state, moments, step)
     state.scheduler.num_steps = int(scheduler["num_steps"])
     state.scheduler.step(0)
-    restore_random_state(random)
+    state.generators = random
 
 
 def _restore_adam(state: TrainState, moments: Mapping[str, Tensor], step: int) -> None:

@@ -86,14 +86,6 @@ class _CpuCuda(types.ModuleType):
     def set_device(self, *args: object) -> None:
         """There is one device."""
 
-    def get_rng_state(self, *args: object, **kwargs: object) -> torch.Tensor:
-        """Activation recompute saves it, and gets the one generator there is."""
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, *args: object, **kwargs: object) -> None:
-        """As get_rng_state."""
-        torch.set_rng_state(state)
-
     def manual_seed(self, seed: int) -> None:
         """Deliberately nothing: `trainer.parallel.initialize` seeds the one generator itself."""
 
@@ -145,6 +137,7 @@ def install() -> None:
     with _no_compilation():
         _import_megatron()
     _complete_moe_utils()
+    _one_generator()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "torch", None) is torch:
             module.torch = _cpu_torch  # type: ignore[attr-defined]  # a module's global
@@ -194,6 +187,17 @@ def _complete_moe_utils() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16: router_gating_linear tests this name, which is undefined without TransformerEngine.
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _one_generator() -> None:
+    """Activation recompute saves and restores the CPU's generator, and then the device's.
+
+    Here they are one, so the second save gives it again, and the second restore has nothing to do.
+    """
+    generators = importlib.import_module("megatron.core.tensor_parallel.random")
+    generators._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type:
+    ignore[attr-defined] generators._set_cuda_rng_state = lambda *args, **kwargs: None  # type:
+    ignore[attr-defined]
 
 
 @contextlib.contextmanager

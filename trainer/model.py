@@ -146,9 +146,10 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
 def _scale_after_product(model: GPTModel) -> None:
     """Scale attention scores after the product of queries and keys instead of inside it.
 
-    Megatron's local attention hands 1/√head_dim to the matrix product, Hugging Face's eager attention
-    multiplies its result. The two round alike only where the factor is a power of two (head_dim 16,
-    64, 256); elsewhere the factor moves to Megatron's softmax, which has a place for it.
+    Megatron's local attention hands 1/√head_dim to the matrix product, Hugging Face's eager
+    attention multiplies its result. The two round alike only where the factor is a power of two
+    (head_dim 16, 64, 256); elsewhere the factor moves to Megatron's softmax, which has a place
+    for it.
     """
     for layer in model.decoder.layers:
         attention = layer.self_attention.core_attention

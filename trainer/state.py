@@ -14,7 +14,13 @@ from torch import Tensor
 from ledger.errors import Diverged, InvalidArgument, explain
 from ledger.weights import TensorRecord
 from trainer.cpu_shim import optimizer_on_cpu
-from trainer.digests import optimizer_root, random_state, random_state_root, records_of
+from trainer.digests import (
+    optimizer_root,
+    random_state,
+    random_state_root,
+    records_of,
+    restore_random_state,
+)
 from trainer.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -52,11 +58,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True, eq=False)
 class TrainState:
-    """Weights, optimizer and scheduler of one policy. The generators' state is the process's.
+    """Weights, optimizer, scheduler and random generators of one policy.
 
-    A step runs forward and backward over `chunks` (what Megatron's schedules take), then
-    `optimizer_step`. Digests and records are under canonical Hugging Face names, so they do not
-    depend on how Megatron lays the weights out.
+    A step is `zero_grad`, forward and backward over `chunks` (what Megatron's schedules take),
+    then `optimizer_step`. Between the first and the last, the process's generators are this
+    state's; outside a step nobody's draws can change it, and it changes nobody's. Digests and
+    records are under canonical Hugging Face names, so they do not depend on how Megatron lays the
+    weights out.
     """
 
     model: GPTModel
@@ -70,6 +78,10 @@ class TrainState:
     settings: OptimizerSettings
     parts: tuple[TensorPart, ...]
     """The canonical tensors, sorted by name."""
+    generators: dict[str, Tensor]
+    """States of the generators between steps, as `trainer.digests.random_state` names them."""
+    _outside: dict[str, Tensor] | None = None
+    """During a step: the states that the process's generators get back after it."""
 
     @property
     def config(self) -> Any:
@@ -77,7 +89,10 @@ class TrainState:
         return self.model.config
 
     def zero_grad(self) -> None:
-        """Before the first micro-batch of a step: forget all gradients."""
+        """Begin a step: forget all gradients, put this state's generators in place."""
+        if self._outside is None:
+            self._outside = random_state()
+        restore_random_state(self.generators)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -105,6 +120,10 @@ class TrainState:
                 )
             )
         self.scheduler.step(increment=1)
+        self.generators = random_state()
+        if self._outside is not None:
+            restore_random_state(self._outside)
+            self._outside = None
         return bool(ok), float(grad_norm), learning_rate
 
     @property
@@ -148,8 +167,8 @@ class TrainState:
         return optimizer_root(moments, self.adam_step(), self.scheduler.state_dict())
 
     def random_state_digest(self) -> bytes:
-        """blake3 (32 bytes) of the states of all generators of the process."""
-        return random_state_root(random_state())
+        """blake3 (32 bytes) of the states of all generators."""
+        return random_state_root(self.generators)
 
     def adam_states(self) -> dict[str, dict[str, Any]]:
         """Megatron's parameter name → its state in torch's Adam (empty before the first step)."""
@@ -238,6 +257,7 @@ def create_state(
         parallel=parallel,
         settings=optimizer,
         parts=parts_of(model),
+        generators=random_state(),
     )
 
 

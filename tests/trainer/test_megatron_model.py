@@ -76,9 +76,7 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(
         assert exported[name].is_contiguous()
         assert torch.equal(bits(exported[name]), bits(tensor)), name
     write_safetensors(tmp_path, exported.items(), read_config(tiny(kind).folder))
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager"
-    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     tokens = random_tokens(2, 9)
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, tiny(kind).model(tokens).logits)
