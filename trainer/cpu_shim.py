@@ -183,10 +183,10 @@ def _without_triton_kernels() -> None:
 
 
 def _complete_moe_utils() -> None:
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16: router_gating_linear tests this name, which is undefined without TransformerEngine.
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+        moe_utils.te_general_gemm = None
 
 
 def _one_generator() -> None:
@@ -194,10 +194,9 @@ def _one_generator() -> None:
 
     Here they are one, so the second save gives it again, and the second restore has nothing to do.
     """
-    generators = importlib.import_module("megatron.core.tensor_parallel.random")
-    generators._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type:
-    ignore[attr-defined] generators._set_cuda_rng_state = lambda *args, **kwargs: None  # type:
-    ignore[attr-defined]
+    generators: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    generators._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    generators._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 @contextlib.contextmanager
