@@ -14,7 +14,7 @@ import threading
 import pyarrow as pa
 
 from ledger.canonical import canonical_json
-from ledger.errors import Corrupt, NotFound, explain
+from ledger.errors import Corrupt, IncompatibleFormat, NotFound, explain
 from ledger.hashing import file_hash
 from ledger.schema import arrow_schema, table_kind, table_layout
 from ledger.storage import ObjectStore, Stamp
@@ -94,7 +94,17 @@ class SegmentReader:
 
         Raises:
             Corrupt: the file is missing, truncated, or not what was committed.
+            IncompatibleFormat: a newer version wrote it.
         """
+        if file.format != HOT_FORMAT:
+            raise IncompatibleFormat(
+                explain(
+                    "a segment has a format that is not known",
+                    on=file.path,
+                    expected=HOT_FORMAT,
+                    found=file.format,
+                )
+            )
         try:
             stamp = self._store.stamp(file.path)
             with self._lock:

@@ -65,7 +65,7 @@ class LocalStore:
     def put(self, objects: Sequence[tuple[str, Any]]) -> None:
         """See ObjectStore. Files are written by several threads; each directory is synced once."""
         with _translated("an object was not stored", self.root):
-            targets = [self.root / path for path, _ in objects]
+            targets = [self._at(path) for path, _ in objects]
             parents = list(dict.fromkeys(target.parent for target in targets))
             grown = set(parents)
             for parent in parents:
@@ -77,7 +77,7 @@ class LocalStore:
     def stamp(self, path: str) -> Stamp:
         """See ObjectStore."""
         with _translated("an object was not found", path):
-            found = os.stat(self.root / path)
+            found = os.stat(self._at(path))
             return found.st_size, found.st_mtime_ns, found.st_ino
 
     def read(self, path: str) -> pa.Buffer:
@@ -85,13 +85,13 @@ class LocalStore:
         with _translated("an object was not read", path):
             size, _, _ = self.stamp(path)
             if size < _MAP_FROM_BYTES:
-                return pa.py_buffer((self.root / path).read_bytes())
-            with pa.memory_map(str(self.root / path)) as mapped:
+                return pa.py_buffer(self._at(path).read_bytes())
+            with pa.memory_map(str(self._at(path))) as mapped:
                 return mapped.read_buffer(size)
 
     def list(self, prefix: str) -> Iterator[str]:
         """See ObjectStore. Files that a crash left half-written are not listed."""
-        for folder, _, files in os.walk(self.root / prefix):
+        for folder, _, files in os.walk(self._at(prefix)):
             for name in sorted(files):
                 if not name.startswith(".tmp-"):
                     yield (Path(folder) / name).relative_to(self.root).as_posix()
@@ -101,6 +101,14 @@ class LocalStore:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+    def _at(self, path: str) -> Path:
+        parts = path.split("/")
+        if path.startswith("/") or ".." in parts or "\\" in path:
+            raise Corrupt(
+                explain("a path leaves the store", on=path, expected="a path below its root")
+            )
+        return self.root.joinpath(*parts)
 
     def _each(self, function: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
         """Call `function` on each; the first error is raised after all have ended."""

@@ -13,7 +13,7 @@ from ledger.catalog import tables as t
 from ledger.catalog.derive import Derived, derive, ranges_of
 from ledger.catalog.queries import segments_after
 from ledger.catalog.records import SegmentInfo
-from ledger.errors import Corrupt, IncompatibleFormat
+from ledger.errors import Corrupt, IncompatibleFormat, StorageFailed
 from ledger.hashing import (
     GENESIS,
     chain_link,
@@ -200,12 +200,11 @@ class _RunCheck:
             return None, {}
         try:
             table = self._reader.open(s.file, s.kind, s.layout)
-        except (Corrupt, IncompatibleFormat) as error:
-            lines = str(error).splitlines()
-            parts = {line.split(":", 1)[0].strip(): line.split(":", 1)[1].strip() for line in lines}
-            self._find(
-                where, lines[0].split(":")[0], parts.get("expected", ""), parts.get("found", "")
-            )
+        except (Corrupt, IncompatibleFormat, StorageFailed) as error:
+            what, *sides = str(error).splitlines()
+            said = dict(line.strip().partition(":")[::2] for line in sides)
+            expected, found = (said.get(side, "").strip() for side in ("expected", "found"))
+            self._find(where, what.split(":")[0], expected, found)
             return None, {}
         self._same(where, "its number of rows", s.rows, table.num_rows)
         self._same(where, "its size in bytes", s.file.size_bytes, self._reader.size(s.file))

@@ -61,7 +61,7 @@ class Catalog:
             yield connection
 
     def keep_write_ahead_log(self) -> None:
-        """Switch an SQLite file to WAL, for good. No other process may do the same at that moment."""
+        """Switch an SQLite file to WAL, for good. To be done by one process at a time."""
         if self.engine.dialect.name != "sqlite":
             return
         with _translated("the catalog was not set up", self.name):

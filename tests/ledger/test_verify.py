@@ -1,0 +1,232 @@
+"""Whatever is changed behind the ledger's back is noticed, and named."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ledger import Ledger, open_ledger
+from ledger.errors import Corrupt, NotFound
+from ledger.verify import verify_ledger
+from tests.ledger import factory
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ledger with the whole story, closed."""
+    folder = tmp_path_factory.mktemp("story") / "ledger"
+    factory.write_story(folder).close()
+    return folder
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(pristine, tmp_path / "copy"))
+
+
+def files_of(folder: Path, kind: str) -> list[Path]:
+    return sorted((folder / "runs" / factory.RUN / "hot" / kind).rglob("*.arrow"))
+
+
+def read_all(ledger: Ledger, **options: Any) -> None:
+    reader = ledger.reader(factory.RUN, None, **options)
+    for kind in reader.kinds():
+        reader.table(kind)
+
+
+def test_an_untouched_ledger_verifies(pristine: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    with open_ledger(pristine) as ledger:
+        report = verify_ledger(ledger, progress=lambda done, total: calls.append((done, total)))
+        assert verify_ledger(ledger, factory.RUN) == report
+        with pytest.raises(NotFound):
+            verify_ledger(ledger, "other")
+    assert report.ok
+    assert report.rows == sum(len(commit.events) for commit in factory.story())
+    assert calls == [(n, report.segments) for n in range(1, report.segments + 1)]
+    assert "all as committed" in report.lines()[-1]
+    assert report.as_json()["ok"] is True
+
+
+def test_every_flipped_bit_is_found(folder: Path) -> None:
+    path = files_of(folder, "signal_recorded")[0]
+    good = path.read_bytes()
+    with open_ledger(folder) as ledger:
+        committed = next(
+            s.file
+            for s in ledger.reader(factory.RUN, None).segments()
+            if s.file and s.file.path.endswith(path.name)
+        )
+    for position in range(0, len(good), len(good) // 12):
+        bad = bytearray(good)
+        bad[position] ^= 1
+        path.write_bytes(bad)
+        with open_ledger(folder) as ledger:
+            with pytest.raises(Corrupt) as caught:
+                read_all(ledger)
+            (finding,) = verify_ledger(ledger).findings
+        for text in (str(caught.value), str(finding)):
+            assert path.name in text
+            assert committed.file_hash.hex() in text
+            found = text.split("found:")[1].split("blake3 ")[1][:64]
+            assert len(bytes.fromhex(found)) == 32
+            assert found != committed.file_hash.hex()
+    path.write_bytes(good)
+    with open_ledger(folder) as ledger:
+        assert verify_ledger(ledger).ok
+
+
+def test_a_bit_flipped_under_an_open_ledger_is_found(folder: Path) -> None:
+    path = files_of(folder, "sample_scored")[0]
+    with open_ledger(folder) as ledger:
+        reader = ledger.reader(factory.RUN, as_of=1)
+        reader.table("sample_scored")
+        bad = bytearray(path.read_bytes())
+        bad[-100] ^= 1
+        path.write_bytes(bad)
+        with pytest.raises(Corrupt, match=path.name):
+            read_all(ledger)
+
+
+def test_missing_truncated_swapped_and_foreign_files(folder: Path) -> None:
+    first, second = files_of(folder, "prompt_issued")
+    good = first.read_bytes(), second.read_bytes()
+
+    def spoiled() -> str:
+        with open_ledger(folder) as ledger:
+            with pytest.raises(Corrupt) as caught:
+                read_all(ledger)
+            report = verify_ledger(ledger)
+        assert not report.ok
+        assert all("prompt_issued" in f.where for f in report.findings)
+        return str(caught.value)
+
+    first.unlink()
+    assert "no such file" in spoiled()
+    first.write_bytes(good[0][:-9])
+    assert f"found:    {len(good[0]) - 9} bytes" in spoiled()
+    first.write_bytes(b"")
+    assert "found:    0 bytes" in spoiled()
+    first.write_bytes(good[1])
+    second.write_bytes(good[0])
+    assert first.name in spoiled()
+
+
+class _Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_pickle_in_place_of_a_segment_is_refused(
+    folder: Path, tmp_path: Path, verify: bool
+) -> None:
+    trap = tmp_path / "executed"
+    files_of(folder, "sample_scored")[0].write_bytes(pickle.dumps(_Payload(trap)))
+    with open_ledger(folder) as ledger, pytest.raises(Corrupt):
+        read_all(ledger, verify=verify)
+    assert not trap.exists()
+
+
+def test_without_verification_a_flipped_value_goes_unnoticed(folder: Path) -> None:
+    """This is what `verify=False` gives up."""
+    path = files_of(folder, "segment_generated")[0]
+    raw = path.read_bytes()
+    at = raw.index(b"scripted")
+    path.write_bytes(raw[:at] + b"S" + raw[at + 1 :])
+    with open_ledger(folder) as ledger:
+        read_all(ledger, verify=False)
+        with pytest.raises(Corrupt):
+            read_all(ledger, verify=True)
+
+
+TAMPERING = [
+    "UPDATE segments SET rows = rows + 1 WHERE kind = 'run_started'",
+    "UPDATE segments SET kind = 'sample_decided' WHERE kind = 'sample_scored'",
+    "UPDATE segments SET kind = 'unheard_of' WHERE kind = 'sample_scored'",
+    "UPDATE segments SET layout = 2 WHERE kind = 'sample_scored'",
+    "UPDATE segments SET branch = 'rloo' WHERE kind = 'run_started'",
+    "UPDATE segments SET logical_hash = zeroblob(32) WHERE first_seq = 1",
+    "UPDATE segments SET chain = zeroblob(32) WHERE first_seq = 1",
+    "UPDATE segments SET commit_seq = 1 WHERE first_seq = 3",
+    "UPDATE segments SET commit_seq = 77777 WHERE first_seq = 1",
+    "UPDATE segments SET max_index = 3 WHERE kind = 'sample_scored'",
+    "UPDATE segments SET min_step = NULL WHERE kind = 'step_committed'",
+    "UPDATE segments SET first_seq = 9999 WHERE first_seq = 1",
+    "DELETE FROM segments WHERE first_seq = (SELECT max(first_seq) FROM segments)",
+    "DELETE FROM segments WHERE first_seq = 1",
+    "INSERT INTO segments SELECT run_id, 9999, rows, kind, layout, branch, commit_seq,"
+    " logical_hash, chain, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL"
+    " FROM segments WHERE first_seq = 1",
+    "UPDATE commits SET branch = 'rloo' WHERE first_seq = 1",
+    "UPDATE commits SET producer = 'x' WHERE first_seq = 1",
+    "UPDATE commits SET epoch = 7 WHERE first_seq = 1",
+    "UPDATE commits SET producer_seq = 777 WHERE first_seq = 1",
+    "UPDATE commits SET content_hash = zeroblob(32) WHERE first_seq = 1",
+    "UPDATE commits SET chain = zeroblob(32) WHERE first_seq = 1",
+    "UPDATE commits SET last_seq = last_seq + 1 WHERE first_seq = 1",
+    "DELETE FROM commits WHERE first_seq = 1",
+    "UPDATE runs SET head_seq = head_seq + 1",
+    "UPDATE runs SET head_chain = zeroblob(32)",
+    "UPDATE branches SET parent = NULL WHERE name = 'rloo'",
+    "UPDATE branches SET fork_seq = fork_seq - 1 WHERE name = 'rloo'",
+    "UPDATE branches SET fork_version = 0 WHERE name = 'rloo'",
+    "INSERT INTO branches (run_id, name) VALUES ('run', 'third')",
+    "DELETE FROM branches WHERE name = 'rloo'",
+    "UPDATE versions SET root = zeroblob(32) WHERE weight_version = 1",
+    "UPDATE versions SET parent_version = 0 WHERE weight_version = 2",
+    "UPDATE versions SET step = 7 WHERE weight_version = 1",
+    "UPDATE versions SET branch = 'main' WHERE weight_version = 3",
+    "DELETE FROM versions WHERE weight_version = 1",
+    "UPDATE consumption SET step = 5 WHERE sample_index = 3",
+    "UPDATE consumption SET seq = 5 WHERE sample_index = 3",
+    "DELETE FROM consumption WHERE sample_index = 3",
+    "INSERT INTO consumption VALUES ('run', 'main', 7, 0, 5)",
+    "UPDATE producers SET epoch = 0",
+    "UPDATE counters SET next = 0 WHERE name = 'index'",
+    "DELETE FROM counters",
+    "UPDATE locations SET path = '../' || path WHERE first_seq = 1",
+    "UPDATE locations SET path = (SELECT path FROM locations WHERE first_seq = 1)"
+    " WHERE first_seq = 2",
+    "UPDATE locations SET row_offset = 1 WHERE first_seq = 1",
+    "UPDATE locations SET rows = 0 WHERE first_seq = 1",
+    "UPDATE locations SET file_hash = zeroblob(32) WHERE first_seq = 1",
+    "UPDATE locations SET size_bytes = size_bytes + 1 WHERE first_seq = 1",
+    "UPDATE locations SET format = 'parquet' WHERE first_seq = 1",
+    "DELETE FROM locations WHERE first_seq = 1",
+]
+
+
+def test_every_changed_row_of_the_catalog_is_found(folder: Path) -> None:
+    catalog = folder / "catalog.sqlite"
+    with open_ledger(folder) as ledger, ledger.catalog.read() as connection:
+        connection.exec_driver_sql("SELECT 1")
+    connection = sqlite3.connect(catalog)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    good = catalog.read_bytes()
+    unnoticed = []
+    for statement in TAMPERING:
+        connection = sqlite3.connect(catalog)
+        with connection:
+            changed = connection.execute(statement).rowcount
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        assert changed >= 1, statement
+        with open_ledger(folder) as ledger:
+            report = verify_ledger(ledger)
+        if report.ok:
+            unnoticed.append(statement)
+        catalog.write_bytes(good)
+    assert unnoticed == []
+    with open_ledger(folder) as ledger:
+        assert verify_ledger(ledger).ok
