@@ -1,7 +1,8 @@
 """Puts the pieces of samples together: prompts, segments, observations, checked for holes.
 
-One query orders all pieces by sample and start; their tokens, one after the other, then *are* the
-flat batch, and whatever is per piece is repeated by lengths.
+All pieces are brought into the order of samples and starts; their tokens, one after the other, then
+*are* the flat batch, and whatever is per piece is repeated by lengths. Everything is Arrow and numpy:
+the rows are selected from the mapped files and copied once (a query would take longer to start).
 """
 
 from __future__ import annotations
@@ -9,38 +10,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ledger.errors import InvalidEvent, NotFound, explain
 from ledger.events import UNKNOWN_VERSION
-from ledger.views import TableSource, register_views
+from ledger.views import TableSource
+from trainer.batch_rows import positions_of, select_rows
 
 __all__ = ["Pieces", "read_pieces"]
 
 _PROMPT, _SEGMENT, _OBSERVATION = 0, 1, 2
-
-_SQL = """
-WITH prompts AS (
-    SELECT group_index, unnest(indices) AS index, unnest(rollout_ids) AS rollout_id, tokens
-    FROM prompt_issued
+_PROMPT_COLUMNS = ("group_index", "indices", "rollout_ids", "tokens")
+_SHARED_COLUMNS = ("index", "rollout_id", "start", "tokens")
+_SEGMENT_COLUMNS = (
+    *_SHARED_COLUMNS,
+    "segment",
+    "rollout_log_probs",
+    "span_starts",
+    "span_ends",
+    "span_versions",
+    "logprob_temperature",
+    "logprob_mode",
+    "finish_reason",
 )
-SELECT position, 0 AS kind, 0 AS start, 0 AS segment, rollout_id, group_index, tokens,
-       NULL AS rollout_log_probs, NULL AS span_starts, NULL AS span_ends, NULL AS span_versions,
-       NULL AS logprob_temperature, NULL AS processed, NULL AS truncated
-FROM wanted JOIN prompts USING (index)
-UNION ALL
-SELECT position, 1, start, segment, rollout_id, group_index, tokens,
-       rollout_log_probs, span_starts, span_ends, span_versions,
-       logprob_temperature, logprob_mode <> 'full', finish_reason = 'length'
-FROM wanted JOIN segment_generated USING (index)
-UNION ALL
-SELECT position, 2, start, -1, rollout_id, NULL, tokens, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-FROM wanted JOIN observation_appended USING (index)
-ORDER BY position, CAST(kind <> 0 AS INTEGER), start, segment
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -62,7 +57,7 @@ class Pieces:
 
 def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces:
     """Read and join the pieces of the samples; raises as `load_batch` does."""
-    table = _query(reader, indices_B)
+    table = _ordered_pieces(reader, indices_B)
     n_samples = len(indices_B)
     position_P = _numbers(table, "position", np.int64)
     kind_P = _numbers(table, "kind", np.int64)
@@ -147,14 +142,63 @@ def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces
     )
 
 
-def _query(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> pa.Table:
-    with duckdb.connect() as con:
-        register_views(
-            con, reader, only=("prompt_issued", "segment_generated", "observation_appended")
-        )
-        wanted = {"index": indices_B, "position": np.arange(len(indices_B), dtype=np.int64)}
-        con.register("wanted", pa.table(wanted))
-        return con.sql(_SQL).to_arrow_table()
+def _ordered_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> pa.Table:
+    """One row a piece: each sample's prompt, then its response by start. Columns that a kind of
+    piece does not have are NULL."""
+    prompts = _prompt_pieces(reader.table("prompt_issued", _PROMPT_COLUMNS), indices_B)
+    segments = _response_pieces(
+        reader.table("segment_generated", _SEGMENT_COLUMNS), _SEGMENT, indices_B
+    )
+    observations = _response_pieces(
+        reader.table("observation_appended", _SHARED_COLUMNS), _OBSERVATION, indices_B
+    )
+    table = pa.concat_tables([prompts, segments, observations], promote_options="default")
+    keys = [_numbers(table, name, np.int64) for name in ("segment", "start", "kind", "position")]
+    # An empty segment and an observation may share a start: the order of kinds does not matter then.
+    order = np.lexsort((keys[0], keys[1], keys[2] != _PROMPT, keys[3]))
+    return table.combine_chunks().take(pa.array(order))
+
+
+def _prompt_pieces(table: pa.Table, indices_B: npt.NDArray[np.int64]) -> pa.Table:
+    """The prompt of each sample: one row for each sample of a group that is asked for."""
+    groups = np.asarray(pc.list_value_length(table.column("indices")).to_numpy(), np.int64)
+    members = pc.list_flatten(table.column("indices"))
+    wanted = np.flatnonzero(select_rows(members, indices_B))
+    rows = np.repeat(np.arange(len(groups)), groups)[wanted]
+    chosen, row_in_chosen = np.unique(rows, return_inverse=True)
+    mask = np.zeros(len(groups), bool)
+    mask[chosen] = True
+    # filter works chunk by chunk, where take would join all chunks of the history first.
+    few = table.select(["group_index", "tokens"]).filter(pa.array(mask)).combine_chunks()
+    few = few.take(pa.array(row_in_chosen.reshape(-1)))
+    rollout_ids = pc.list_flatten(table.column("rollout_ids"))
+    n = len(wanted)
+    return pa.table(
+        {
+            "position": positions_of(members.to_numpy()[wanted], indices_B),
+            "kind": np.full(n, _PROMPT, np.int64),
+            "start": np.zeros(n, np.int64),
+            "rollout_id": rollout_ids.to_numpy()[wanted],
+            "group_index": few.column("group_index"),
+            "tokens": few.column("tokens"),
+        }
+    )
+
+
+def _response_pieces(table: pa.Table, kind: int, indices_B: npt.NDArray[np.int64]) -> pa.Table:
+    few = table.filter(pa.array(select_rows(table.column("index"), indices_B))).combine_chunks()
+    columns = {
+        "position": positions_of(few.column("index").to_numpy(), indices_B),
+        "kind": np.full(few.num_rows, kind, np.int64),
+        "start": few.column("start").cast(pa.int64()),
+        "rollout_id": few.column("rollout_id"),
+        "tokens": few.column("tokens"),
+    }
+    if kind == _SEGMENT:
+        columns |= {name: few.column(name) for name in _SEGMENT_COLUMNS[len(_SHARED_COLUMNS) : -2]}
+        columns["processed"] = pc.not_equal(few.column("logprob_mode"), "full")
+        columns["truncated"] = pc.equal(few.column("finish_reason"), "length")
+    return pa.table(columns)
 
 
 def _check_tiling(

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ledger.errors import InvalidEvent, NotFound, explain
 from ledger.views import TableSource
+from trainer.batch_rows import select_rows
 
 __all__ = ["read_routing"]
 
@@ -31,8 +31,9 @@ def read_routing(
     different shape.
     """
     table = reader.table("routing_recorded", _COLUMNS)
-    rows = pc.is_in(table.column("index"), value_set=pa.array(indices_B))
-    table = table.filter(rows).sort_by([("index", "ascending"), ("start", "ascending")])
+    table = table.filter(pa.array(select_rows(table.column("index"), indices_B))).sort_by(
+        [("index", "ascending"), ("start", "ascending")]
+    )
     if table.num_rows == 0:
         return None
     row_index = table.column("index").to_numpy()

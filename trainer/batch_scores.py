@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ledger.errors import InvalidEvent, NotFound, explain
-from ledger.views import TableSource, register_views
+from ledger.views import TableSource
+from trainer.batch_rows import positions_of, select_rows
 
 __all__ = ["Scores", "read_scores"]
 
-_SQL = """
-SELECT position, count(*) AS scores, arg_max(reward, seq) AS reward,
-       arg_max(raw_reward, seq) AS raw_reward, arg_max(rollout_id, seq) AS rollout_id
-FROM wanted JOIN sample_scored USING (index)
-GROUP BY position ORDER BY position
-"""
+_COLUMNS = ("index", "seq", "rollout_id", "reward", "raw_reward")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -40,24 +35,23 @@ def read_scores(
     Raises NotFound, naming the samples without a score; InvalidEvent where a score names another
     rollout than the sample's prompt.
     """
-    with duckdb.connect() as con:
-        register_views(con, reader, only=("sample_scored",))
-        wanted = {"index": indices_B, "position": np.arange(len(indices_B), dtype=np.int64)}
-        con.register("wanted", pa.table(wanted))
-        table = con.sql(_SQL).to_arrow_table()
-    positions = table.column("position").to_numpy()
-    if len(positions) < len(indices_B):
-        missing = np.setdiff1d(np.arange(len(indices_B)), positions)
+    table = reader.table("sample_scored", _COLUMNS)
+    few = table.filter(pa.array(select_rows(table.column("index"), indices_B)))
+    position_S = positions_of(few.column("index").to_numpy(), indices_B)
+    last_B = np.full(len(indices_B), -1, np.int64)
+    order = np.argsort(few.column("seq").to_numpy(), kind="stable")
+    last_B[position_S[order]] = order  # of several scores of a sample, the last assignment stays
+    if (last_B < 0).any():
         raise NotFound(
             explain(
                 "loading the batch of a step",
-                on=f"samples {indices_B[missing].tolist()}",
+                on=f"samples {indices_B[last_B < 0].tolist()}",
                 expected="a sample_scored event of each on this branch",
                 found="none",
                 do="score them before they are trained on",
             )
         )
-    scored_rollout_B = table.column("rollout_id").to_numpy()
+    scored_rollout_B = few.column("rollout_id").to_numpy()[last_B]
     for position in np.flatnonzero(scored_rollout_B != rollout_id_B):
         raise InvalidEvent(
             explain(
@@ -68,6 +62,6 @@ def read_scores(
             )
         )
     return Scores(
-        rewards_B=np.asarray(table.column("reward").to_numpy(), np.float64),
-        raw_rewards_B=np.asarray(table.column("raw_reward").to_numpy(), np.float64),
+        rewards_B=np.asarray(few.column("reward").to_numpy()[last_B], np.float64),
+        raw_rewards_B=np.asarray(few.column("raw_reward").to_numpy()[last_B], np.float64),
     )

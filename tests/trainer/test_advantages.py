@@ -149,6 +149,15 @@ def reversed_rewards(batch, settings):
     return batch.spread(-batch.rollout_rewards())
 
 
+def ones_everywhere(batch, settings):
+    return np.ones(len(batch.loss_mask_N), np.float32)
+
+
+def test_custom_estimator_gives_nothing_to_masked_tokens():
+    name = f"{__name__}:ones_everywhere"
+    assert estimate(name, [1, 0], lengths=[2, 1], mask=[1, 0, 1]).tolist() == [1, 0, 1]
+
+
 def wrong_shape(batch, settings):
     return np.zeros(1, np.float32)
 

@@ -238,7 +238,7 @@ def test_second_step_of_a_rollout_takes_the_ratio_against_the_first_policy(folde
     assert np.array_equal(
         np.concatenate([s.log_probs for s in second.signals]), old, equal_nan=True
     )
-    # The first step has moved the policy: clipping can bite, and the loss is no longer that of ρ = 1.
+    # The first step has moved the policy: the loss is no longer that of ρ = 1.
     assert second.step_committed.loss != first.step_committed.loss
     assert second.step_committed.batch_digest != first.step_committed.batch_digest
     replayed_old = np.concatenate([s.log_probs for s in second.signals])

@@ -149,9 +149,8 @@ def _centre(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """values − their mean; exactly zero where all are alike, which a rounded mean would miss."""
     if len(values) == 0 or values.min() == values.max():
         return np.zeros(len(values), np.float64)
-    # fsum: the mean must not depend on the order in which samples were drawn into the batch.
-    return values - math.fsum(values) / len(values)
+    return values - values.mean()
 
 
 def _deviation(centred_G: npt.NDArray[np.float64]) -> float:
-    return math.sqrt(math.fsum(centred_G * centred_G) / (len(centred_G) - 1))
+    return math.sqrt(float(np.dot(centred_G, centred_G)) / (len(centred_G) - 1))
