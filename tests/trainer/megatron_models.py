@@ -16,18 +16,18 @@ VOCAB = 97
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about running without CUDA")
 
-_COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    intermediate_size=80,
-    max_position_embeddings=64,
-    initializer_range=0.1,
-    attn_implementation="eager",
-)
-_EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "attn_implementation": "eager",
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,10 @@ def test_a_save_that_dies_leaves_nothing_under_the_name(
     def broken(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched, pytest.raises(StorageFailed, match="No space"):
+    with monkeypatch.context() as patched:
         patched.setattr(os, fails_at, broken)
-        save_checkpoint(state, tmp_path / "v3", model_dir=tiny("llama").folder)
+        with pytest.raises(StorageFailed, match="No space"):
+            save_checkpoint(state, tmp_path / "v3", model_dir=tiny("llama").folder)
     assert [path.name for path in tmp_path.iterdir()] == ["v2"]
     save_checkpoint(state, tmp_path / "v3", model_dir=tiny("llama").folder)
 

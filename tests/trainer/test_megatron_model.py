@@ -126,13 +126,14 @@ def test_leaving_out_columns_keeps_the_bits_of_the_others(
     from trainer.model import token_log_probs
 
     model, tokens = build(tiny(kind)), random_tokens(3, 17)
-    options = dict(temperature=temperature, want_entropy=True, free_routing=kind in MOE)
+    options = {"temperature": temperature, "want_entropy": True, "free_routing": kind in MOE}
     with torch.no_grad():
         whole, entropy = token_log_probs(model, tokens, **options)
         part, part_entropy = token_log_probs(model, tokens, first_column=7, **options)
     assert part.shape == (3, 9)
     assert torch.equal(bits(part), bits(whole[:, 7:]))
-    assert entropy is not None and part_entropy is not None
+    assert entropy is not None
+    assert part_entropy is not None
     assert torch.equal(bits(part_entropy), bits(entropy[:, 7:]))
 
 
@@ -213,9 +214,9 @@ def test_impossible_arguments_are_refused(tiny: Models) -> None:
     model, tokens = build(tiny("llama")), random_tokens(2, 6)
     ids = torch.zeros(2, 5, 2, 2, dtype=torch.int64)
     for wrong, message in (
-        (dict(temperature=0.0), "temperature"),
-        (dict(temperature=1.0, first_column=5), "first_column"),
-        (dict(temperature=1.0, expert_ids=ids), "dense model"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 1.0, "first_column": 5}, "first_column"),
+        ({"temperature": 1.0, "expert_ids": ids}, "dense model"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             token_log_probs(model, tokens, **wrong)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.trainer.megatron_models import needs_cpu
-
 from trainer.settings import ParallelSettings
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -17,8 +16,8 @@ def test_it_was_checked_with_the_installed_version() -> None:
     from trainer.megatron import megatron_version
 
     assert megatron_version in CHECKED_VERSIONS, (
-        f"megatron-core {megatron_version} is not among {CHECKED_VERSIONS}: run these tests with
-        it, " "then add it"
+        f"megatron-core {megatron_version} is not among {CHECKED_VERSIONS}: "
+        "run these tests with it, then add it"
     )
 
 

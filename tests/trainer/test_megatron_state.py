@@ -14,7 +14,6 @@ from tests.trainer.megatron_models import MOE, Tiny, random_tokens
 from trainer.settings import OptimizerSettings, ParallelSettings
 
 Models = Callable[[str], Tiny]
-BATCH = dict(rows=4, width=12)
 
 
 def fresh(tiny: Tiny, seed: int = 1, **optimizer: Any) -> Any:
