@@ -5,13 +5,15 @@ Each function gives the violations as (invariant, kind, branch, seq, index or No
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from blake3 import blake3
 
 from ledger.views import TableSource
 from ledger.weights import TensorRecord, weights_root
 
-__all__ = ["Violation", "wrong_experts", "wrong_prompts", "wrong_roots"]
+__all__ = ["RECOMPUTED", "Violation", "wrong_experts", "wrong_prompts", "wrong_roots"]
 
 Violation = tuple[str, str, str, int, int | None, str]
 
@@ -80,3 +82,11 @@ def wrong_experts(reader: TableSource) -> list[Violation]:
             place = branches[row].as_py(), seqs[row].as_py(), indices[row].as_py()
             made.append(("I", kind, *place, what))
     return made
+
+
+RECOMPUTED: tuple[tuple[str, Callable[[TableSource], list[Violation]]], ...] = (
+    ("I", wrong_prompts),
+    ("I", wrong_experts),
+    ("IV", wrong_roots),
+)
+"""Every rule with the invariant that it checks."""

@@ -118,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--limit", type=int, default=100, metavar="N", help="violations listed of each rule"
     )
+    made.add_argument(
+        "--invariant",
+        choices=("I", "II", "III", "IV", "once"),
+        action="append",
+        help="only this one; may be repeated (once: no sample is trained twice)",
+    )
     made.set_defaults(run_command=_check)
 
     made = commands.add_parser(
@@ -284,10 +290,14 @@ def _views(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from ledger.check import check_ledger
+    from ledger.check import INVARIANTS, check_ledger
 
     with _open(arguments) as ledger:
-        report = check_ledger(_reader(ledger, arguments), limit=arguments.limit)
+        report = check_ledger(
+            _reader(ledger, arguments),
+            invariants=arguments.invariant or INVARIANTS,
+            limit=arguments.limit,
+        )
     if arguments.json:
         print_json(report.as_json())
         return 0 if report.ok else FOUND
