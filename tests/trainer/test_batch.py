@@ -68,8 +68,12 @@ def test_the_last_score_counts():
 
 
 def test_an_empty_segment_is_no_overlap():
-    events = [*two_turns(), segment(7, [], start=5, number=2, spans=[], finish_reason="abort")]
-    assert load_batch(MemoryReader(events), [7]).response_lengths_B.tolist() == [5]
+    events = two_turns()
+    for start, number in ((2, 2), (5, 3)):
+        events.append(segment(7, [], start=start, number=number, spans=[], finish_reason="abort"))
+    batch = load_batch(MemoryReader(events), [7])
+    assert batch.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 8]
+    assert batch.weight_versions_N.tolist() == [0, 0, -1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ def _centre(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """values − their mean; exactly zero where all are alike, which a rounded mean would miss."""
     if len(values) == 0 or values.min() == values.max():
         return np.zeros(len(values), np.float64)
-    return values - values.mean()
+    return np.asarray(values - values.mean(), np.float64)
 
 
 def _deviation(centred_G: npt.NDArray[np.float64]) -> float:
-    return math.sqrt(float(np.dot(centred_G, centred_G)) / (len(centred_G) - 1))
+    return math.sqrt(float(np.square(centred_G).sum()) / (len(centred_G) - 1))
