@@ -11,7 +11,7 @@
     ├── Corrupt             stored bytes are not what was committed (also an OSError)
     ├── StorageFailed       the store did not take or give bytes (also an OSError)
     ├── IncompatibleFormat  written by a newer version, or not a ledger (also a ValueError)
-    ├── Diverged            a replay or a weight transfer gave other bits (also an ArithmeticError)
+    ├── Diverged            other bits than recorded, or no finite number (also an ArithmeticError)
     └── MissingDependency   something that must be installed first (also an ImportError)
 
 Each is also a standard exception, so that callers need not import this module to catch it. A
@@ -84,7 +84,8 @@ class IncompatibleFormat(LedgerError, ValueError):
 
 
 class Diverged(LedgerError, ArithmeticError):
-    """A recomputation or a weight transfer did not give the recorded bits."""
+    """A recomputation or a weight transfer gave other bits than recorded, or a step's loss or
+    gradients are not finite numbers."""
 
 
 class MissingDependency(LedgerError, ImportError):
