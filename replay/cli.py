@@ -1,0 +1,194 @@
+"""`ledger-replay`: run the past again and compare it; draw what it earned."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ledger.errors import InvalidArgument, LedgerError, explain
+
+__all__ = ["main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="ledger-replay", description="Replay recorded training, and compare every bit."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify = commands.add_parser(
+        "verify",
+        help="run recorded steps again and compare bits",
+        description="Runs the recorded steps of a branch again from the nearest checkpoint and "
+        "compares batch, log-probs, loss, gradients, weights, optimizer and random state bit by "
+        "bit. Names the first difference and exits with 1 when there is one.",
+    )
+    _common(verify)
+    verify.add_argument("--branch", default="main", help="branch to verify (default: main)")
+    verify.add_argument(
+        "--from-version",
+        type=int,
+        metavar="N",
+        help="start from the state of this version (default: the run's first); the nearest "
+        "checkpoint at or before it is taken",
+    )
+    verify.add_argument(
+        "--to-version", type=int, metavar="N", help="last version to reproduce (default: the head)"
+    )
+    plot = commands.add_parser(
+        "plot",
+        help="draw the rewards of all branches by weight version",
+        description="Draws mean rewards by weight version for every branch of a run.",
+    )
+    _common(plot)
+    plot.add_argument(
+        "--output",
+        default="rewards.png",
+        metavar="FILE",
+        help="picture to write: .png, .svg or .pdf",
+    )
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ledger",
+        default=os.environ.get("LEDGER_URI", "ledger-data"),
+        metavar="URI",
+        help="where the ledger is (default: LEDGER_URI, or ledger-data)",
+    )
+    parser.add_argument(
+        "--run", default=None, metavar="NAME", help="name of the run (default: the only one)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. 0 when all is reproduced, 1 when something is not, 2 on an error."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        if arguments.command == "verify":
+            return _verify(arguments)
+        return _plot(arguments)
+    except LedgerError as error:
+        print(f"ledger-replay: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ledger-replay: interrupted", file=sys.stderr)
+        return 130
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from ledger.encode import table_to_events
+    from ledger.store import open_ledger
+    from replay.surroundings import differences
+
+    began = time.monotonic()
+    with open_ledger(arguments.ledger) as ledger:
+        run_id = ledger.run(arguments.run).run_id
+        ledger.branch(run_id, arguments.branch)
+        started = table_to_events(ledger.reader(run_id, branch=None).table("run_started"))
+        if not started:
+            raise InvalidArgument(
+                explain(
+                    "verifying a run",
+                    on=f"run {run_id!r}",
+                    expected="a run_started event",
+                    found="none",
+                    do="only runs recorded by ledger-train can be run again",
+                )
+            )
+        settings = json.loads(started[0].settings)
+        differing = differences(json.loads(started[0].environment))
+        for line in differing:
+            print(f"note: {line}", file=sys.stderr)
+
+        from replay.verify import Verdict, verify_branch
+        from trainer.parallel import initialize
+        from trainer.settings import parallel_settings
+
+        initialize(
+            parallel_settings(settings),
+            seed=settings["rollout_seed"],
+            num_threads=settings["num_threads"],
+            deterministic=settings["deterministic_mode"],
+        )
+
+        def tell(verdict: Verdict) -> None:
+            if not arguments.json:
+                print(_line(verdict), flush=True)
+
+        report = verify_branch(
+            ledger,
+            run_id,
+            arguments.branch,
+            parallel=parallel_settings(settings),
+            seed=settings["rollout_seed"],
+            from_version=arguments.from_version,
+            to_version=arguments.to_version,
+            tell=tell,
+        )
+    seconds = time.monotonic() - began
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "run_id": report.run_id,
+                    "branch": report.branch,
+                    "start_version": report.start_version,
+                    "reproduced": report.reproduced,
+                    "steps": report.steps,
+                    "verdicts": [dataclasses.asdict(v) for v in report.verdicts],
+                    "environment_differences": differing,
+                    "seconds": round(seconds, 3),
+                },
+                sort_keys=True,
+            )
+        )
+    elif report.reproduced:
+        print(
+            f"run {report.run_id!r}, branch {report.branch!r}: {report.steps} steps from version "
+            f"{report.start_version} reproduced bit for bit ({seconds:.1f} s)"
+        )
+    else:
+        last = report.verdicts[-1]
+        made_by = "" if last.step is None else f", step {last.step}"
+        print(
+            f"run {report.run_id!r}, branch {report.branch!r}: DIVERGED first at version "
+            f"{last.weight_version}{made_by}",
+            file=sys.stderr,
+        )
+    return 0 if report.reproduced else 1
+
+
+def _line(verdict: Any) -> str:
+    if verdict.kind == "checkpoint":
+        what = f"checkpoint of version {verdict.weight_version:<4}"
+    else:
+        what = f"step {verdict.step:>4} → version {verdict.weight_version:<4}     "
+    return f"{what} {'reproduced' if verdict.reproduced else 'DIVERGED'}  {verdict.detail}"
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from ledger.store import open_ledger
+    from replay.plot import plot_rewards
+
+    with open_ledger(arguments.ledger) as ledger:
+        run_id = ledger.run(arguments.run).run_id
+        written = plot_rewards(ledger, run_id, Path(arguments.output))
+    if arguments.json:
+        print(json.dumps({"run_id": run_id, "picture": str(written)}))
+    else:
+        print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Run recorded steps again and compare every bit; name the first difference.
+
+The scope is a path of versions on one branch. It starts from the checkpoint nearest before the
+first version of the scope; every checkpoint on the way is compared with its record, and every step
+is run again with its own recorded settings on its own recorded samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ledger.errors import Corrupt, InvalidArgument, NotFound, explain
+from ledger.store import Ledger
+from trainer.history import History, read_history
+from trainer.restore import (
+    check_checkpoint,
+    load_reference,
+    load_version,
+    needs_reference,
+    replay_steps,
+)
+from trainer.settings import ParallelSettings
+from trainer.stepping import recorded_settings
+
+__all__ = ["Verdict", "VerifyReport", "plan_scope", "verify_branch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was found of one version."""
+
+    weight_version: int
+    step: int | None
+    """The step that made it; None for a run's first version."""
+    kind: str
+    """'step' (run again) or 'checkpoint' (its bytes compared)."""
+    reproduced: bool
+    detail: str
+    """The first difference where there is one; else what was found equal."""
+    quantity: str = ""
+    where: str = ""
+    expected: str = ""
+    found: str = ""
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """The verdicts of a branch, in order; the last one is the first divergence, if there is any."""
+
+    run_id: str
+    branch: str
+    start_version: int
+    """The version whose checkpoint the replay started from."""
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether everything in scope came out bit for bit."""
+        return all(verdict.reproduced for verdict in self.verdicts)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were run again."""
+        return sum(verdict.kind == "step" for verdict in self.verdicts)
+
+
+def plan_scope(
+    history: History, head: int, *, from_version: int | None, to_version: int | None
+) -> list[int]:
+    """The versions to verify: from a version with a checkpoint to the last one asked for.
+
+    `from_version` is the version whose state the first step in scope starts from (default: the
+    run's first); `to_version` the last version to reproduce (default: `head`). Raises NotFound for
+    a version that does not lie on the path to `head`, InvalidArgument for an empty scope.
+    """
+    path = history.path(head)
+    for name, version in (("--from-version", from_version), ("--to-version", to_version)):
+        if version is not None and version not in path:
+            raise NotFound(
+                explain(
+                    "choosing what to verify",
+                    on=f"{name} {version}",
+                    expected=f"a version on the way to {head}: {_spans(path)}",
+                    found=version,
+                    do="choose the branch with --branch; `ledger log` draws the tree",
+                )
+            )
+    last = head if to_version is None else to_version
+    first = path[0] if from_version is None else from_version
+    if path.index(first) > path.index(last):
+        raise InvalidArgument(
+            explain(
+                "choosing what to verify",
+                expected="--from-version at or before --to-version",
+                found=f"{first} and {last}",
+            )
+        )
+    start = history.from_checkpoint(first)[0]
+    return path[path.index(start) : path.index(last) + 1]
+
+
+def verify_branch(
+    ledger: Ledger,
+    run_id: str,
+    branch: str,
+    *,
+    parallel: ParallelSettings,
+    seed: int,
+    from_version: int | None = None,
+    to_version: int | None = None,
+    tell: Callable[[Verdict], None] = lambda _: None,
+) -> VerifyReport:
+    """Verify the steps of a branch and of what it forked from; stops at the first divergence.
+
+    The process groups must have been started with the recorded thread count and determinism. `tell`
+    gets each verdict as it is reached. Raises NotFound where the start's checkpoint is gone.
+    """
+    history = read_history(ledger, run_id)
+    info = ledger.branch(run_id, branch)
+    head = history.head(branch, info.fork_version)
+    versions = plan_scope(history, head, from_version=from_version, to_version=to_version)
+    report = VerifyReport(run_id=run_id, branch=branch, start_version=versions[0])
+
+    def add(verdict: Verdict) -> bool:
+        report.verdicts.append(verdict)
+        tell(verdict)
+        return verdict.reproduced
+
+    start, *following = versions
+    if not add(_check(ledger, history, start)):
+        return report
+    first_step = history.steps[following[0]] if following else history.steps.get(start)
+    if first_step is None:
+        return report
+    state = load_version(
+        ledger,
+        history,
+        start,
+        parallel=parallel,
+        optimizer=recorded_settings(first_step).optimizer,
+        seed=seed,
+    )
+    reader = ledger.reader(run_id, branch=None)
+    reference = _reference(ledger, history, following, parallel)
+    for again in replay_steps(state, reader, history, following, reference=reference):
+        made = again.recorded.weight_version_out
+        difference = again.divergence
+        if difference is None:
+            root = history.weights[made].root.hex()
+            verdict = Verdict(
+                weight_version=made,
+                step=again.recorded.step,
+                kind="step",
+                reproduced=True,
+                detail=f"weights {root[:16]}…, optimizer, gradients, log-probs and loss "
+                f"{again.recorded.loss!r}: every bit as recorded",
+            )
+        else:
+            verdict = Verdict(
+                weight_version=made,
+                step=again.recorded.step,
+                kind="step",
+                reproduced=False,
+                detail=str(difference),
+                quantity=difference.quantity,
+                where=difference.where,
+                expected=difference.expected,
+                found=difference.found,
+            )
+        if not add(verdict):
+            return report
+        if made in history.checkpoints and not add(_check(ledger, history, made)):
+            return report
+    return report
+
+
+def _reference(
+    ledger: Ledger, history: History, versions: Sequence[int], parallel: ParallelSettings
+) -> Any:
+    settings = (recorded_settings(history.steps[v]).algorithm for v in versions)
+    if any(needs_reference(algorithm) for algorithm in settings):
+        return load_reference(ledger, history, parallel)
+    return None
+
+
+def _check(ledger: Ledger, history: History, version: int) -> Verdict:
+    """Compare a checkpoint with its record."""
+    event = history.checkpoints[version]
+    try:
+        folder = check_checkpoint(ledger, history, version)
+    except (Corrupt, NotFound) as error:
+        return Verdict(
+            weight_version=version,
+            step=event.step,
+            kind="checkpoint",
+            reproduced=False,
+            detail=str(error),
+            quantity="checkpoint",
+        )
+    return Verdict(
+        weight_version=version,
+        step=event.step,
+        kind="checkpoint",
+        reproduced=True,
+        detail=f"{len(event.files)} files in {folder}: every byte as recorded",
+    )
+
+
+def _spans(versions: Sequence[int]) -> str:
+    """1, 2, 3, 7 as '1–3, 7'."""
+    parts: list[list[int]] = []
+    for version in versions:
+        if parts and version == parts[-1][-1] + 1:
+            parts[-1].append(version)
+        else:
+            parts.append([version])
+    return ", ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
