@@ -58,8 +58,9 @@ def read_trajectory(reader: TableSource, index: int) -> dict[str, Any]:
         )[0],
         "pieces": ask(
             "SELECT 'segment' AS piece, s.segment, s.turn, s.start, s.length,\n"
-            "       'sampled' AS source, NULL AS text, s.span_starts, s.span_ends, s.span_versions, s.finish_reason,\n"
-            "       s.temperature, s.top_p, s.top_k, s.sampling_seed, s.logprob_mode, s.engine\n"
+            "       'sampled' AS source, NULL AS text, s.span_starts, s.span_ends,\n"
+            "       s.span_versions, s.finish_reason, s.temperature, s.top_p, s.top_k,\n"
+            "       s.sampling_seed, s.logprob_mode, s.engine\n"
             "FROM segments AS s WHERE s.index = $1\n"
             "UNION ALL BY NAME\n"
             "SELECT 'observation' AS piece, o.turn, o.start, len(o.tokens) AS length, o.source,\n"

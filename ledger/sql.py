@@ -33,6 +33,7 @@ _REFUSED = re.compile(
     r"|get_substrait\w*)\"?\s*\(",
     re.IGNORECASE,
 )
+_INTERRUPT_INTERVAL_S = 0.05
 _WORD = re.compile(r"\w+")
 _METADATA = re.compile(r"\b(show|information_schema|pragma\w*|duckdb_\w+|sqlite_\w+)\b", re.I)
 _EXPLAIN = re.compile(r"\s*explain\b(\s+analyze\b)?(\s*\([^)]*\))?", re.IGNORECASE)
@@ -171,7 +172,7 @@ def _translated(sql: str) -> Iterator[None]:
     try:
         yield
     except duckdb.InterruptException:
-        raise  # its own message, where the timer is
+        raise  # its own message, where the time is watched
     except duckdb.OutOfMemoryException as error:
         raise InvalidArgument(
             explain(
@@ -202,9 +203,17 @@ def _interrupted(
     if timeout_s is None:
         yield
         return
-    timer = threading.Timer(timeout_s, con.interrupt)
-    timer.daemon = True
-    timer.start()
+    done = threading.Event()
+
+    def watch() -> None:
+        # An interrupt between two statements is lost: repeat it until the work has ended.
+        over = done.wait(timeout_s)
+        while not over:
+            con.interrupt()
+            over = done.wait(_INTERRUPT_INTERVAL_S)
+
+    watcher = threading.Thread(target=watch, name="query-timeout", daemon=True)
+    watcher.start()
     try:
         yield
     except duckdb.InterruptException as error:
@@ -218,7 +227,8 @@ def _interrupted(
             )
         ) from error
     finally:
-        timer.cancel()
+        done.set()
+        watcher.join()
 
 
 def _shortened(sql: str) -> str:

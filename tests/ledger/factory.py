@@ -370,9 +370,11 @@ def story() -> list[Commit]:
         [prompt(group, 1) for group in (3, 4)],
         responses(1),
         scores((3, 4)),
-        [decide(index, "kept", rollout_step=1) for index in second]
-        + [decide(index, "surplus", rollout_step=1, rule="over-sampling") for index in (16, 17, 18)]
-        + [decide(19, "aborted", rollout_step=1, reason="engine paused", rule="partial")],
+        [
+            *(decide(index, "kept", rollout_step=1) for index in second),
+            *(decide(i, "surplus", rollout_step=1, rule="over-sampling") for i in (16, 17, 18)),
+            decide(19, "aborted", rollout_step=1, reason="engine paused", rule="partial"),
+        ],
     ]
     last = [
         [
