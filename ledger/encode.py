@@ -6,6 +6,7 @@ Python object. Floats keep all their bits: NaN payloads, −0.0, infinities.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -67,17 +68,17 @@ def _encode(kind: str, column: Column, values: list[Any]) -> pa.Array:
     if pa.types.is_list(arrow_type):
         return _encode_list(kind, column, values, nulls)
     check, dtype = _scalar_check(arrow_type)
-    for row, value in enumerate(values):
-        if value is not None and (problem := check(value)):
-            refuse(kind, row, column.name, problem, _describe(value))
+    # All plain floats, as nearly always, need no look at each.
+    if not pa.types.is_floating(arrow_type) or set(map(type, values)) != {float}:
+        for row, value in enumerate(values):
+            if value is not None and (problem := check(value)):
+                refuse(kind, row, column.name, problem, _describe(value))
     if dtype is None:
         return pa.array(values, arrow_type)
     if nulls.any():
         values = [0 if value is None else value for value in values]
     raw = np.array(values, dtype)
-    if pa.types.is_boolean(arrow_type) or not nulls.any():
-        return pa.array(raw, arrow_type, mask=nulls if nulls.any() else None)
-    return pa.array(raw, arrow_type, mask=nulls)
+    return pa.array(raw, arrow_type, mask=nulls if nulls.any() else None)
 
 
 def _encode_list(kind: str, column: Column, values: list[Any], nulls: np.ndarray) -> pa.Array:
@@ -144,19 +145,22 @@ def _join(parts: list[np.ndarray], dtype: np.dtype[Any]) -> np.ndarray:
 
 def _fit(kind: str, row: int, column: Column, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     """`value` as a 1-D array of `dtype`, if it is one or holds integers that all fit."""
-    wanted = f"a 1-D numpy array of {dtype}"
-    if not isinstance(value, np.ndarray) or value.ndim != 1:
-        refuse(kind, row, column.name, wanted, _describe(value))
-    if value.dtype == dtype:
-        return value
-    if dtype.kind == "f" or value.dtype.kind not in "iu":
-        refuse(kind, row, column.name, wanted, _describe(value))
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        array: np.ndarray = value
+        if array.dtype == dtype:
+            return array
+        fits = dtype.kind != "f" and value.dtype.kind in "iu"
+    else:
+        fits = False
+    if not fits:
+        refuse(kind, row, column.name, f"a 1-D numpy array of {dtype}", _describe(value))
     limits = np.iinfo(dtype)
     if len(value):
         for found in (int(value.min()), int(value.max())):
             if not limits.min <= found <= limits.max:
                 refuse(kind, row, column.name, f"values from {limits.min} to {limits.max}", found)
-    return value.astype(dtype)
+    fitted: np.ndarray = value.astype(dtype)
+    return fitted
 
 
 def _require_sequence(kind: str, row: int, column: Column, value: Any, of: str) -> None:
@@ -167,6 +171,7 @@ def _require_sequence(kind: str, row: int, column: Column, value: Any, of: str) 
 _Check = Callable[[Any], str | None]
 
 
+@functools.cache
 def _scalar_check(arrow_type: pa.DataType) -> tuple[_Check, np.dtype[Any] | None]:
     """A function that says what a value should be, if it is not, and the column's numpy dtype."""
     if pa.types.is_boolean(arrow_type):
@@ -212,6 +217,8 @@ def _check_float(value: Any) -> str | None:
 def _check_text(value: Any) -> str | None:
     if not isinstance(value, str):
         return "text"
+    if value.isascii():
+        return None
     try:
         value.encode()
     except UnicodeEncodeError:

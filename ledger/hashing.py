@@ -10,6 +10,7 @@ digest a stream) and the content hash of a row (its slice of every stream) are m
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -162,6 +163,7 @@ def _as_declared(array: pa.Array, declared: pa.DataType) -> pa.Array:
     return array if _name_or_none(array.type) == type_name(declared) else array.cast(declared)
 
 
+@functools.cache
 def _name_or_none(arrow_type: pa.DataType) -> str | None:
     """As `type_name`; None for a type that no event declares."""
     try:

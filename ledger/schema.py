@@ -7,7 +7,9 @@ a time; a newer one is refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pyarrow as pa
 
@@ -72,20 +74,29 @@ def event_class(kind: str, layout: int | None = None) -> type[Event]:
 
 def columns_of(kind: str, layout: int | None = None) -> tuple[Column, ...]:
     """The columns of a layout (the present one by default), in the order of their ids."""
-    cls = event_class(kind, layout)
-    version = cls.LAYOUT if layout is None else layout
-    return tuple(c for c in cls.COLUMNS if c.since <= version)
+    cls: Any = event_class(kind, layout)
+    return _columns(cls, cls.LAYOUT if layout is None else layout)
 
 
 def arrow_schema(kind: str, layout: int | None = None) -> pa.Schema:
     """The Arrow schema of a layout; metadata carries kind, layout, and the id of each field."""
-    version = event_class(kind, layout).LAYOUT if layout is None else layout
+    cls: Any = event_class(kind, layout)
+    return _schema(cls, cls.LAYOUT if layout is None else layout)
+
+
+@functools.cache
+def _columns(cls: Any, layout: int) -> tuple[Column, ...]:
+    return tuple(c for c in cls.COLUMNS if c.since <= layout)
+
+
+@functools.cache
+def _schema(cls: Any, layout: int) -> pa.Schema:
     return pa.schema(
         [
             pa.field(c.name, c.type, nullable=c.nullable, metadata={FIELD_ID: str(c.field_id)})
-            for c in columns_of(kind, version)
+            for c in _columns(cls, layout)
         ],
-        metadata={KIND: kind, LAYOUT: str(version)},
+        metadata={KIND: cls.KIND, LAYOUT: str(layout)},
     )
 
 
@@ -155,6 +166,7 @@ def with_null_column(table: pa.Table, name: str, arrow_type: pa.DataType) -> pa.
     )
 
 
+@functools.cache
 def type_name(arrow_type: pa.DataType) -> str:
     """A name of an Arrow type that no version of Arrow spells differently: 'list<float32>'."""
     if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
