@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ledger.errors import InvalidArgument
 from tests.trainer import reference
-from trainer.algorithms.losses import LossInputs, policy_loss
+from trainer.algorithms.losses import LossInputs, TokenLoss, policy_loss
 from trainer.settings import AlgorithmSettings
 
 
@@ -56,6 +56,21 @@ def test_gradient_is_the_ratio_times_the_advantage_where_no_clip_bites():
     torch.testing.assert_close(
         given_inputs.log_probs_BT.grad, torch.tensor([[-2.2, 0.0, 0.0, 0.0]]), atol=1e-6, rtol=0
     )
+
+
+def reinforce(inputs, settings):
+    """A custom loss: −A log p."""
+    never = torch.zeros_like(inputs.mask_BT)
+    return TokenLoss(
+        loss_BT=-inputs.advantages_BT * inputs.log_probs_BT,
+        clipped_low_BT=never,
+        clipped_high_BT=never,
+    )
+
+
+def test_custom_loss():
+    algorithm = AlgorithmSettings(policy_loss=f"{__name__}:reinforce")
+    assert policy_loss(inputs([1.0], [2.0]), algorithm).loss_BT.item() == 2.0
 
 
 def wrong_type(inputs, settings):

@@ -214,6 +214,23 @@ def test_micro_batch_digests_follow_from_the_signals(folder):
     assert result.step_committed.micro_batch_digests == made
 
 
+def test_siblings_of_a_rollout_weigh_as_one(folder):
+    """Rewards 1, 1, 1, 0; the first three are one rollout's, with 3 + 1 + 5 loss tokens."""
+    rollouts, rewards = [7, 7, 7, 9], [1.0, 1.0, 1.0, 0.0]
+    tokens = [row[3:] for row in sample_tokens()]
+    events: list[Any] = [prompt(range(4), [1, 2, 3], rollouts=rollouts)]
+    for index, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True)):
+        events.append(segment(index, tokens[index], rollout_id=rollout))
+        events.append(score(index, reward, rollout_id=rollout))
+    batch = load_batch(MemoryReader(events), range(4))
+    sizes = dataclasses.replace(SIZES, rollout_batch_size=1, global_batch_size=2)
+    result = step(folder, batch, AlgorithmSettings(advantage_estimator="mean_baseline"), sizes)
+    assert [s.advantages[0] for s in result.signals] == [0.5, 0.5, 0.5, -0.5]
+    # At ρ = 1 each rollout's loss is −A, and the step's their mean.
+    assert result.step_committed.loss == pytest.approx(0.0, abs=1e-7)
+    assert result.metrics["reward_mean"] == 0.5
+
+
 def test_a_wrong_temperature_shows_in_the_mismatch(folder):
     state = make_state(folder)
     batch = make_batch(state=state)
