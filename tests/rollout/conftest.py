@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.models.tiny import make_tiny_model
+from rollout.models.tokenizer import character_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,10 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tiny_dense: Path) -> Any:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tiny models' tokenizer as `AutoTokenizer` loads it."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(tiny_dense)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    character_tokenizer().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
