@@ -7,6 +7,7 @@ Python object. Floats keep all their bits: NaN payloads, −0.0, infinities.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -52,7 +53,7 @@ def events_to_table(events: Sequence[Event], *, recorded_at: int | None = None) 
             refuse(cls.KIND, row, "(event)", f"a {cls.__name__}", _describe(item))
     arrays = []
     for column in cls.COLUMNS:
-        values = [getattr(item, column.name) for item in events]
+        values = list(map(operator.attrgetter(column.name), events))
         if column.name == "recorded_at" and recorded_at is not None:
             values = [recorded_at if value is None else value for value in values]
         arrays.append(_encode(cls.KIND, column, values))
@@ -60,25 +61,61 @@ def events_to_table(events: Sequence[Event], *, recorded_at: int | None = None) 
 
 
 def _encode(kind: str, column: Column, values: list[Any]) -> pa.Array:
+    # Types first, all at once: nearly always they are the right ones, and no value needs a look.
+    types = set(map(type, values))
+    if type(None) not in types:
+        plain = _encode_plain(column, values, types)
+        if plain is not None:
+            return plain
     nulls = np.fromiter((value is None for value in values), bool, len(values))
     if not column.nullable and nulls.any():
         row = int(nulls.argmax())
         refuse(kind, row, column.name, f"{type_name(column.type)}, never null", "null")
     arrow_type = column.type
+    if len(types) == 1 and nulls.all():
+        return pa.nulls(len(values), arrow_type)
     if pa.types.is_list(arrow_type):
         return _encode_list(kind, column, values, nulls)
     check, dtype = _scalar_check(arrow_type)
-    # All plain floats, as nearly always, need no look at each.
-    if not pa.types.is_floating(arrow_type) or set(map(type, values)) != {float}:
-        for row, value in enumerate(values):
-            if value is not None and (problem := check(value)):
-                refuse(kind, row, column.name, problem, _describe(value))
+    for row, value in enumerate(values):
+        if value is not None and (problem := check(value)):
+            refuse(kind, row, column.name, problem, _describe(value))
     if dtype is None:
         return pa.array(values, arrow_type)
     if nulls.any():
         values = [0 if value is None else value for value in values]
     raw = np.array(values, dtype)
     return pa.array(raw, arrow_type, mask=nulls if nulls.any() else None)
+
+
+def _is_flat_list(arrow_type: pa.DataType) -> bool:
+    return bool(pa.types.is_list(arrow_type)) and bool(
+        pa.types.is_integer(arrow_type.value_type) or pa.types.is_floating(arrow_type.value_type)
+    )
+
+
+def _encode_plain(column: Column, values: list[Any], types: set[type]) -> pa.Array | None:
+    """The column where every value has the usual type and fits; None where one needs a look."""
+    arrow_type = column.type
+    if types == {np.ndarray} and _is_flat_list(arrow_type):
+        dtype = np.dtype(arrow_type.value_type.to_pandas_dtype())
+        if {v.dtype for v in values} != {dtype} or {v.ndim for v in values} != {1}:
+            return None
+        offsets = np.zeros(len(values) + 1, np.int64)
+        np.cumsum([len(v) for v in values], out=offsets[1:])
+        if offsets[-1] > _MAX_VALUES:
+            return None
+        flat = pa.array(np.concatenate(values), arrow_type.value_type)
+        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat, type=arrow_type)
+    if types == {float} and pa.types.is_float64(arrow_type):
+        return pa.array(np.array(values, np.float64))
+    if types == {int} and pa.types.is_int64(arrow_type):
+        if min(values) < -(2**63) or max(values) >= 2**63:
+            return None
+        return pa.array(np.array(values, np.int64))
+    if types == {str} and pa.types.is_string(arrow_type):
+        return pa.array(values, arrow_type) if "".join(values).isascii() else None
+    return None
 
 
 def _encode_list(kind: str, column: Column, values: list[Any], nulls: np.ndarray) -> pa.Array:

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from ledger.columns import Rows
 from ledger.events import UNKNOWN_VERSION
-from ledger.lookup import pieces_of
+from ledger.lookup import PIECE_KINDS, pieces_of
 from ledger.weights import TensorRecord, weights_root
 
 __all__ = ["DECISIONS", "FINISH_REASONS", "LOGPROB_MODES", "OBSERVERS", "Lookup", "check_tables"]
@@ -195,11 +195,7 @@ def _check_masks(rows: Rows, tables: Mapping[str, pa.Table], lookup: Lookup) -> 
     """A mask is as long as the stored response, and 1 only where a segment sampled the token."""
     indices = rows.numbers("index")
     pieces = [lookup.pieces(indices)]
-    pieces += [
-        pieces_of(kind, tables[kind])
-        for kind in ("segment_generated", "observation_appended")
-        if kind in tables
-    ]
+    pieces += [pieces_of(kind, tables[kind]) for kind in PIECE_KINDS if kind in tables]
     table = pa.concat_tables(pieces).combine_chunks()
     owners, starts, lengths = (table.column(n).to_numpy() for n in ("index", "start", "length"))
     sampled = table.column("sampled").to_numpy()

@@ -12,16 +12,21 @@ import sqlalchemy as sa
 
 from ledger.catalog import tables as t
 from ledger.catalog.queries import select_in
+from ledger.schema import upcast
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
 
-__all__ = ["PIECES", "LedgerLookup", "pieces_of"]
+__all__ = ["PIECES", "PIECE_KINDS", "LedgerLookup", "pieces_of"]
 
 PIECES = pa.schema(
     [("index", pa.int64()), ("start", pa.int64()), ("length", pa.int64()), ("sampled", pa.bool_())]
 )
 """A piece of a response: tokens start to start + length, sampled by the engine or not."""
+
+
+PIECE_KINDS = ("segment_generated", "observation_appended")
+"""The events that a response is made of."""
 
 
 def pieces_of(kind: str, table: pa.Table) -> pa.Table:
@@ -55,11 +60,14 @@ class LedgerLookup:
         """All stored pieces (see PIECES) of the samples `indices`, an int64 array."""
         if not len(indices):
             return PIECES.empty_table()
-        where = {"index": (int(indices.min()), int(indices.max()))}
-        reader = self._ledger.reader(self._run_id, None)
-        found = [
-            pieces_of(kind, reader.table(kind, ["index", "start", "tokens"], where=where))
-            for kind in ("segment_generated", "observation_appended")
-        ]
+        low, high = int(indices.min()), int(indices.max())
+        found = [PIECES.empty_table()]
+        for s in self._ledger.segment_infos(self._run_id):
+            if s.kind not in PIECE_KINDS or s.file is None:
+                continue
+            least, largest = s.ranges["index"]
+            if least <= high and largest >= low:
+                table = self._ledger.segments.open(s.file, s.kind, s.layout)
+                found.append(pieces_of(s.kind, upcast(table)))
         table = pa.concat_tables(found)
         return table.filter(pc.is_in(table.column("index"), pa.array(indices, pa.int64())))

@@ -304,17 +304,19 @@ class Ledger:
         """What checks of new events need to know of stored ones."""
         return LedgerLookup(self, run_id)
 
-    def segment_infos(self, run_id: str, up_to: int) -> list[SegmentInfo]:
-        """The segments of a run that begin at or before `up_to`, in order.
+    def segment_infos(self, run_id: str, up_to: int | None = None) -> list[SegmentInfo]:
+        """The segments of a run that begin at or before `up_to` (without it: all), in order.
 
         They are remembered: asking again costs only what was committed since.
         """
         with self._lock:
             known = self._known.setdefault(run_id, [])
             last = known[-1].last_seq if known else 0
-            if last < up_to:
+            if up_to is None or last < up_to:
                 with self.catalog.read() as connection:
                     known += queries.segments_after(connection, run_id, last)
+            if up_to is None or (known and known[-1].first_seq <= up_to):
+                return list(known)
             return [s for s in known if s.first_seq <= up_to]
 
     def allocate(self, run_id: str, name: str, key: str, count: int) -> int:

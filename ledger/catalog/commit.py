@@ -178,8 +178,7 @@ def commit(connection: sa.Connection, pending: PendingCommit) -> Receipt:
         _add_version(connection, pending, published, base)
     for consumed in pending.consumed:
         _add_consumption(connection, pending, consumed, base)
-    for name, largest in pending.used.items():
-        raise_counter(connection, pending.run_id, name, largest + 1)
+    _raise_counters(connection, pending)
     connection.execute(
         t.runs.update()
         .where(t.runs.c.run_id == pending.run_id)
@@ -200,6 +199,16 @@ def raise_counter(connection: sa.Connection, run_id: str, name: str, at_least: i
     if found < at_least:
         connection.execute(t.counters.update().where(this).values(next=at_least))
     return max(int(found), at_least)
+
+
+def _raise_counters(connection: sa.Connection, pending: PendingCommit) -> None:
+    """Keep every counter above the numbers that the events use."""
+    query = sa.select(t.counters.c.name, t.counters.c.next)
+    rows = connection.execute(query.where(t.counters.c.run_id == pending.run_id))
+    following = {row.name: int(row.next) for row in rows}
+    for name, largest in pending.used.items():
+        if following.get(name, -1) <= largest:
+            raise_counter(connection, pending.run_id, name, largest + 1)
 
 
 def _branch_exists(connection: sa.Connection, run_id: str, name: str) -> bool:
