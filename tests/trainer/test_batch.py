@@ -188,7 +188,9 @@ def samples(draw):
 @given(samples(), st.randoms(use_true_random=False))
 def test_any_samples_in_any_order(made, random):
     """Events shuffled, samples in another order: every token and reward is in its place."""
-    events = [prompt(range(len(made)), [1, 2])]
+    prompts = [[1, 2], [3]]
+    groups = [np.arange(g, len(made), 2) for g in (0, 1)]
+    events = [prompt(groups[g], prompts[g], group=g) for g in (0, 1) if len(groups[g])]
     tokens, masks = [], []
     for index, pieces in enumerate(made):
         start = 0
@@ -209,7 +211,8 @@ def test_any_samples_in_any_order(made, random):
     for position, index in enumerate(order):
         t = slice(*batch.offsets_T[position : position + 2])
         n = slice(*batch.offsets_N[position : position + 2])
-        assert batch.tokens_T[t].tolist() == [1, 2, *tokens[index]]
+        assert batch.tokens_T[t].tolist() == [*prompts[index % 2], *tokens[index]]
+        assert batch.group_index_B[position] == index % 2
         assert batch.sampled_N[n].tolist() == masks[index]
         expected = np.where(masks[index], -np.array(tokens[index], np.float32), np.nan)
         np.testing.assert_array_equal(batch.rollout_log_probs_N[n], expected)
