@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pytest
 
 from ledger.errors import InvalidArgument
-from ledger.sql import run_query, views_in
+from ledger.sql import connect, run_query, views_in
 from tests.ledger.factory import MemoryReader
 
 
@@ -88,6 +89,13 @@ def test_everything_else_is_refused(everything: MemoryReader, tmp_path: Path, qu
     assert "running a query" in str(caught.value)
     assert list(tmp_path.iterdir()) == [secret]
     assert a_variable_of_the_caller.num_rows == 1
+
+
+def test_a_connection_sees_no_variable_of_its_caller(everything: MemoryReader) -> None:
+    hidden = pa.table({"a": [1]})
+    with connect(everything, []) as con, pytest.raises(duckdb.CatalogException, match="hidden"):
+        con.sql("SELECT * FROM hidden").fetchall()
+    assert hidden.num_rows == 1
 
 
 def test_an_error_has_duckdbs_message_and_the_views(everything: MemoryReader) -> None:

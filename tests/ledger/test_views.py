@@ -61,12 +61,11 @@ def test_every_view_has_exactly_the_documented_columns(tables: dict[str, pa.Tabl
 
 
 def test_the_stored_ledger_shows_what_the_tables_in_memory_show(story_ledger: Ledger) -> None:
-    for branch in (None, "main", "rloo"):
+    for branch in (None, "rloo"):
         stored = story_ledger.reader(RUN, branch)
         memory_reader = MemoryReader(story_tables(branch))
-        for view in ("samples", "groups", "versions", "consumption", "rewards", "tokens"):
-            leave_out = "EXCLUDE (recorded_at)" if view == "rewards" else ""
-            query = f"SELECT * {leave_out} FROM {view} ORDER BY ALL"
+        for view in ("samples", "groups", "versions", "tokens"):
+            query = f"SELECT * FROM {view} ORDER BY ALL"
             # repr, because NaN is not equal to itself
             assert repr(rows(stored, query)) == repr(rows(memory_reader, query)), (branch, view)
 
