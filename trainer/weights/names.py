@@ -8,12 +8,10 @@ gradient, Adam's moments.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
@@ -153,8 +151,3 @@ def _query_key_value(
         )
         for projection, (start, stop) in bounds.items()
     ]
-
-
-def total_size(parts: tuple[TensorPart, ...], dtype: torch.dtype) -> int:
-    """Bytes of all canonical tensors at `dtype`."""
-    return sum(math.prod(part.shape) for part in parts) * dtype.itemsize
