@@ -209,6 +209,7 @@ def make_smollm2(
             progress(number, len(reader.tensors), name)
     with new_folder(target, recipe) as folder:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private
         config.save_pretrained(folder)
         _tokenizer(field).save_pretrained(folder)
         GenerationConfig(

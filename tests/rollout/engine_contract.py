@@ -88,6 +88,14 @@ class EngineContract:
         results = case.engine.generate(requests, SamplingParams(max_new_tokens=8))
         assert len({r.tokens.tobytes() for r in results}) > 4
 
+    def test_a_response_that_was_cut_goes_on_as_it_would_have(self, case: EngineCase) -> None:
+        """The choice is a function of the seed and the position in the whole sequence."""
+        params = SamplingParams(max_new_tokens=9)
+        whole = case.engine.generate([request(0, [5, 6])], params)[0].tokens
+        tail = request(0, [5, 6, *whole[:4].tolist()])
+        rest = case.engine.generate([tail], replace(params, max_new_tokens=5))[0].tokens
+        assert rest.tolist() == whole[4:].tolist()
+
     def test_an_empty_call_gives_nothing(self, case: EngineCase) -> None:
         assert case.engine.generate([], PARAMS) == []
 
