@@ -75,8 +75,13 @@ def decode_batch(
         context[row, P - lengths[row] :] = request.tokens
         mask[row, P - lengths[row] :] = 1
     mask_BT = torch.from_numpy(mask).to(device)
-    fed_BT = torch.from_numpy(context).to(device)
-    positions_BT = (mask_BT[:, :P].cumsum(1) - 1).clamp(min=0)
+    # Samples of a group share their prompt: each different one is prefilled once, as one of U rows.
+    first_of: dict[bytes, int] = {}
+    own = [first_of.setdefault(r.tokens.tobytes(), row) for row, r in enumerate(requests)]
+    firsts = list(first_of.values())
+    prefilled_B = torch.tensor([firsts.index(row) for row in own], device=device)
+    fed_BT = torch.from_numpy(context[firsts]).to(device)
+    positions_BT = (mask_BT[firsts, :P].cumsum(1) - 1).clamp(min=0)
     length_B1 = torch.from_numpy(lengths).to(device)[:, None]
     stop = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
 
@@ -90,19 +95,24 @@ def decode_batch(
     for t in range(R):
         output = model(
             input_ids=fed_BT,
-            attention_mask=mask_BT[:, : P + t],
+            attention_mask=mask_BT[firsts, :P] if cache is None else mask_BT[:, : P + t],
             position_ids=positions_BT,
             use_cache=True,
             logits_to_keep=1,
             **({} if cache is None else {cache_name: cache}),
         )
-        cache = getattr(output, cache_name)
-        if recorder is not None:
-            step_ids, step_weights = recorder.take(B)
-            ids.append(step_ids)
-            if step_weights is not None:
-                weights.append(step_weights)
         logits_BV = output.logits[:, -1].float()
+        spread = cache is None
+        cache = getattr(output, cache_name)
+        if spread:
+            cache.batch_select_indices(prefilled_B)
+            logits_BV = logits_BV[prefilled_B]
+        if recorder is not None:
+            step_ids, step_weights = recorder.take(len(fed_BT))
+            pick = prefilled_B.cpu().numpy() if spread else slice(None)
+            ids.append(step_ids[pick])
+            if step_weights is not None:
+                weights.append(step_weights[pick])
         chosen_B = sample_tokens(
             logits_BV,
             seeds,

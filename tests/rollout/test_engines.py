@@ -114,7 +114,9 @@ def test_log_probs_are_those_of_a_plain_forward(folder: Path) -> None:
     temperature = 0.7
     engine = TransformersEngine(folder)
     params = SamplingParams(max_new_tokens=9, temperature=temperature, stop_token_ids=(2, 20))
-    for asked, result in zip(REQUESTS, engine.generate(REQUESTS, params), strict=True):
+    # Prompts that return, in any order: each is prefilled once.
+    requests = [request(i, [5 + i % 3, 6, 7][: 1 + i % 3]) for i in range(8)] + REQUESTS
+    for asked, result in zip(requests, engine.generate(requests, params), strict=True):
         ids = torch.tensor(np.concatenate([asked.tokens, result.tokens]).astype(np.int64))[None]
         logits = engine._model(input_ids=ids, use_cache=False).logits.detach()
         full = torch.log_softmax(logits / temperature, -1)[0, :-1].gather(1, ids[0, 1:, None])
