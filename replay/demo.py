@@ -1,15 +1,14 @@
 """The main job, shown: `python -m replay.demo --model smollm2|tiny|tiny-moe --output DIR`.
 
-It makes the model, then runs the same commands that a user would type, printing each one first:
-a training run from the ledger, a branch re-trained from one of its versions with another advantage
-estimator, a replay that compares bits, a question in SQL, the tree of versions, and a picture.
-Starting it again goes on where it stopped.
+It makes the model, then runs the commands that a user would type, each printed first: a training
+run, a branch re-trained from one of its versions with another advantage estimator, a replay that
+compares bits, a question in SQL, the tree of versions, and a picture. Started again with the same
+folder, it goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
@@ -21,15 +20,19 @@ from pathlib import Path
 __all__ = ["main"]
 
 _QUESTION = """
-select version, count(distinct sample) as samples, count(*) as tokens,
-       round(avg(reward), 3) as mean_reward,
-       max(abs(rollout_log_prob - log_prob)) as largest_mismatch
-from (
-    select weight_version as version, index as sample, rollout_log_prob, trainer_log_prob as log_prob,
-           reward
-    from tokens where weight_version is not null
+with sampled as (
+    select index, any_value(weight_version) as version, count(*) as tokens,
+           avg(rollout_log_prob) as log_prob,
+           max(abs(log_prob - rollout_log_prob)) as mismatch
+    from tokens where weight_version is not null group by index
 )
-group by version order by version
+select t.version, count(*) as samples, sum(t.tokens)::bigint as tokens,
+       round(avg(s.raw_reward), 3) as mean_reward,
+       round(avg(t.log_prob), 3) as mean_log_prob,
+       count(*) filter (s.decision = 'filtered') as dropped,
+       max(t.mismatch) as largest_trainer_rollout_mismatch
+from sampled as t join samples as s on s.index = t.index
+group by t.version order by t.version
 """
 
 
@@ -37,24 +40,141 @@ group by version order by version
 class Demo:
     """The sizes of one demonstration."""
 
+    title: str
     model: tuple[str, ...]
     """Arguments of `python -m rollout.models`."""
-    title: str
     train: tuple[str, ...]
     fork_at: int
     retrain: tuple[str, ...]
     verify: tuple[str, ...]
 
 
-DEMOS: dict[str, Demo] = {}
+_TINY = (
+    *("--task", "reasoning_gym:spell_backward"),
+    *("--num-rollout", "16", "--rollout-batch-size", "16", "--n-samples-per-prompt", "8"),
+    *("--rollout-max-response-len", "8", "--micro-batch-size", "32", "--seq-length", "24"),
+    "--recompute-logprobs-via-prefill",
+    *("--lr", "5e-4", "--save-interval", "4", "--eval-interval", "4", "--n-eval-prompts", "128"),
+)
+
+DEMOS = {
+    "smollm2": Demo(
+        title="SmolLM2-135M-Instruct learns to add",
+        model=("smollm2",),
+        train=(
+            *("--task", "addition", "--num-threads", "2"),
+            *("--num-rollout", "10", "--rollout-batch-size", "8", "--n-samples-per-prompt", "8"),
+            *("--rollout-max-response-len", "3", "--micro-batch-size", "16"),
+            *("--lr", "2e-6", "--save-interval", "6"),
+            *("--eval-interval", "5", "--n-eval-prompts", "48"),
+        ),
+        fork_at=6,
+        retrain=("--eval-interval", "5", "--n-eval-prompts", "48"),
+        verify=("--from-version", "6"),
+    ),
+    "tiny": Demo(
+        title="a character model of 0.1 million parameters learns to spell backward",
+        model=("tiny",),
+        train=_TINY,
+        fork_at=8,
+        retrain=("--eval-interval", "4"),
+        verify=("--from-version", "8"),
+    ),
+    "tiny-moe": Demo(
+        title="a mixture-of-experts character model learns to spell backward",
+        model=("tiny", "--moe"),
+        train=_TINY,
+        fork_at=8,
+        retrain=("--eval-interval", "4"),
+        verify=("--from-version", "8"),
+    ),
+}
 
 
-def _run(title: str, command: Sequence[str], shown: str) -> None:
-    """Print and run one command; its failure ends the demonstration with its exit code."""
-    print(f"\n\033[1m── {title}\033[0m\n$ {shown}", flush=True)
-    started = time.monotonic()
-    code = subprocess.run(command, check=False).returncode
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one demonstration; returns 0, or the exit code of the command that failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m replay.demo",
+        description="Train from a ledger, re-train a branch, replay bit for bit, ask, draw.",
+    )
+    parser.add_argument("--model", choices=sorted(DEMOS), default="tiny", help="what is trained")
+    parser.add_argument(
+        "--output", default="demo-out", help="folder for models, ledger and picture"
+    )
+    arguments = parser.parse_args(argv)
+    demo = DEMOS[arguments.model]
+    output = Path(arguments.output)
+    model = output / "models" / arguments.model
+    ledger = output / f"ledger-{arguments.model}"
+    picture = output / f"rewards-{arguments.model}.png"
+    output.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    branch = f"v{demo.fork_at}-rloo"
+    at = ("--ledger", str(ledger))
+    steps: list[tuple[str, str, tuple[str, ...]]] = [
+        (
+            "the model, from a package",
+            "rollout.models",
+            (*demo.model, "--output", str(model)),
+        ),
+        (
+            "1. train: prompts, rollouts, rewards, SQL, a step, weights — all in the ledger",
+            "ledger-train",
+            (*at, "--hf-checkpoint", str(model), *demo.train),
+        ),
+        (
+            f"2. re-train from version {demo.fork_at} with another advantage estimator",
+            "ledger-train",
+            (
+                *at,
+                *("--from-version", str(demo.fork_at), "--advantage-estimator", "rloo"),
+                *("--branch", branch, *demo.retrain),
+            ),
+        ),
+        (
+            "3. replay: run recorded steps again, compare every bit",
+            "ledger-replay",
+            (
+                "verify",
+                *at,
+                *demo.verify,
+            ),
+        ),
+        (
+            "4. ask: tokens, rewards and versions in SQL",
+            "ledger",
+            ("sql", *at, "--branch", "main", _QUESTION),
+        ),
+        ("   the tree of versions", "ledger", ("log", *at)),
+        ("5. a picture", "ledger-replay", ("plot", *at, "--output", str(picture))),
+    ]
+    print(f"\n{demo.title}; everything is written below {output}/")
+    for title, command, given in steps:
+        code = _run(title, command, given)
+        if code:
+            return code
+    print(
+        f"\nall five in {time.monotonic() - began:.0f} s; the rewards of both branches: {picture}"
+    )
+    return 0
+
+
+_MODULES = {"ledger": "ledger.cli", "ledger-train": "trainer.cli", "ledger-replay": "replay.cli"}
+
+
+def _run(title: str, command: str, given: Sequence[str]) -> int:
+    """Print and run one command; returns its exit code."""
+    shown = command if command in _MODULES else f"python -m {command}"
+    print(f"\n── {title}\n$ {shown} {shlex.join(given)}", flush=True)
+    began = time.monotonic()
+    module = _MODULES.get(command, command)
+    code = subprocess.run([sys.executable, "-m", module, *given], check=False).returncode
     if code:
-        print(f"the command above failed with exit code {code}", file=sys.stderr)
-        raise SystemExit(code)
-    print(f"   ({time.monotonic() - started:.0f} s)", flush=True)
+        print(f"this command failed with exit code {code}", file=sys.stderr)
+    else:
+        print(f"({time.monotonic() - began:.0f} s)", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -142,9 +142,8 @@ def verify_branch(
         optimizer=recorded_settings(first_step).optimizer,
         seed=seed,
     )
-    reader = ledger.reader(run_id, branch=None)
     reference = _reference(ledger, history, following, parallel)
-    for again in replay_steps(state, reader, history, following, reference=reference):
+    for again in replay_steps(state, ledger, history, following, reference=reference):
         made = again.recorded.weight_version_out
         difference = again.divergence
         if difference is None:

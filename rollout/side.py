@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ledger.errors import NotFound, explain
 from ledger.events import EvalScored
 from ledger.seeds import derive_seed
 from rollout.engines import create_engine
 from rollout.evaluation import evaluate
+from rollout.filters import create_filter
 from rollout.rewards import create_reward
 from rollout.settings import RolloutSettings
 from rollout.tasks import create_source, stop_token_ids
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from ledger.weights import TensorRecord
     from ledger.writer import Writer
 
-__all__ = ["LocalRolloutSide", "rollout_settings"]
+__all__ = ["LocalRolloutSide", "load_tokenizer", "rollout_settings"]
 
 EVALUATION = "held-out"
 
@@ -41,26 +43,46 @@ def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
     )
 
 
-class LocalRolloutSide:
-    """An engine in reach of this process, its prompts and its verifier, on one branch."""
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer of a model folder. Raises NotFound where there is none that loads."""
+    import transformers
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        run_id: str,
-        branch: str,
-        writer: Writer,
-        model_dir: Path,
-        values: Mapping[str, Any],
-        progress: Callable[[RolloutProgress], None] | None = None,
-    ) -> None:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise NotFound(
+            explain(
+                "loading a tokenizer",
+                on=str(model_dir),
+                expected="tokenizer.json and tokenizer_config.json",
+                found=str(error).splitlines()[0],
+                do="save the model's tokenizer in its folder: tokenizer.save_pretrained(folder)",
+            )
+        ) from error
+
+
+class LocalRolloutSide:
+    """An engine in reach of this process, its prompts and its verifier.
+
+    Made before anything is written, so that what cannot work shows first; `attach` then gives it
+    the branch that it writes to.
+    """
+
+    def __init__(self, model_dir: Path, values: Mapping[str, Any]) -> None:
         """Load tokenizer and engine from `model_dir`; `values` are options by name.
 
-        Raises InvalidArgument or MissingDependency where an option or a package does not fit.
+        Raises InvalidArgument, NotFound or MissingDependency where an option, the folder or a
+        package does not fit.
         """
-        import transformers
-
-        settings = rollout_settings(values)
+        self._settings = rollout_settings(values)
+        seed = values["rollout_seed"]
+        task, options = values["task"], values["task_options"]
+        self._source = create_source(task, seed=seed, options=options)
+        self._eval_seed = derive_seed("evaluation", seed)
+        self._eval_source = create_source(task, seed=self._eval_seed, options=options)
+        self._reward = create_reward(values["custom_rm_path"] or self._source.reward)
+        create_filter(self._settings.dynamic_sampling_filter_path)
+        self._n_eval_prompts = values["n_eval_prompts"]
         self._engine = create_engine(
             values["engine"],
             model_dir,
@@ -68,27 +90,29 @@ class LocalRolloutSide:
             micro_batch_rows=values["micro_batch_size"],
             seq_length=values["seq_length"],
         )
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-            model_dir, local_files_only=True
-        )
-        seed = values["rollout_seed"]
-        task, options = values["task"], values["task_options"]
-        source = create_source(task, seed=seed, options=options)
-        self._reward = create_reward(values["custom_rm_path"] or source.reward)
-        self._eval_seed = derive_seed("evaluation", seed)
-        self._eval_source = create_source(task, seed=self._eval_seed, options=options)
-        self._n_eval_prompts = values["n_eval_prompts"]
-        self._params = settings.sampling(stop_token_ids(source, self._tokenizer))
+        self._tokenizer = load_tokenizer(model_dir)
+        self._params = self._settings.sampling(stop_token_ids(self._source, self._tokenizer))
+        self._worker: RolloutWorker | None = None
+
+    def attach(
+        self,
+        ledger: Ledger,
+        run_id: str,
+        branch: str,
+        writer: Writer,
+        progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> None:
+        """Name the branch whose rollouts are made, and the writer of their events."""
         self._worker = RolloutWorker(
             ledger,
             run_id,
             branch,
             writer,
             self._engine,
-            source,
+            self._source,
             self._reward,
             self._tokenizer,
-            settings,
+            self._settings,
             progress,
         )
 
@@ -98,7 +122,9 @@ class LocalRolloutSide:
         return self._engine.name
 
     def rollout(self, rollout_step: int) -> RolloutSummary:
-        """As `RolloutWorker.rollout`."""
+        """As `RolloutWorker.rollout`; after `attach`."""
+        if self._worker is None:
+            raise RuntimeError("rollout() before attach(): there is no branch to write to")
         return self._worker.rollout(rollout_step)
 
     def evaluate(self, version: int) -> EvalScored:

@@ -1,4 +1,4 @@
-"""`ledger-train`: trains from a ledger, goes on where it was stopped, or re-trains from a version."""
+"""`ledger-train`: trains from a ledger, goes on where it stopped, or re-trains from a version."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser; what is not given on the command line is absent from its result."""
     parser = argparse.ArgumentParser(
         prog="ledger-train",
-        description="Train a language model from the trajectory ledger. A run that was stopped goes "
-        "on with the same command; --from-version re-trains from any weight version.",
+        description="Train a language model from the trajectory ledger. A run that was stopped "
+        "goes on with the same command; --from-version re-trains from any weight version.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -97,7 +97,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
     from rollout.side import LocalRolloutSide
     from trainer.algorithms.check import check_algorithm
     from trainer.loop import TrainingLoop
-    from trainer.opening import open_branch
+    from trainer.opening import model_folder, open_branch
     from trainer.parallel import initialize
     from trainer.progress import StepProgress
     from trainer.restore import load_reference, needs_reference
@@ -112,6 +112,9 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         num_threads=values["num_threads"],
         deterministic=values["deterministic_mode"],
     )
+    side = None
+    if values["data"] == "fresh" or values["eval_interval"] is not None:
+        side = LocalRolloutSide(model_folder(ledger, standing), values)
     opened = open_branch(ledger, standing)
     if opened.recorded is None:
         total = values["num_rollout"]
@@ -120,15 +123,12 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         steps_total = len(opened.recorded)
     with StepProgress(total=steps_total, enabled=show) as progress:
         progress.say(_headline(standing, opened))
-        side = None
-        if opened.recorded is None or values["eval_interval"] is not None:
-            side = LocalRolloutSide(
+        if side is not None:
+            side.attach(
                 ledger,
                 standing.run_id,
                 standing.branch,
                 opened.writer,
-                opened.model_dir,
-                values,
                 lambda p: progress.doing(
                     f"rollout {p.rollout_step}: {p.kept_groups}/{p.wanted_groups} groups"
                 ),
@@ -205,8 +205,8 @@ def _headline(standing: Any, opened: Any) -> str:
         text = f"{where}: forked at version {place.weight_version} on {data}; {changed}"
         if opened.recorded is not None:
             text += (
-                "\nnote: from its second step on the branch learns from what other weights sampled; "
-                "watch effective_sample_size and behaviour_kl"
+                "\nnote: from its second step on the branch learns from what other weights "
+                "sampled; watch effective_sample_size and behaviour_kl"
             )
         return text
     return f"{where}: goes on from version {place.weight_version}, step {place.step}"

@@ -26,6 +26,7 @@ from trainer.checkpoint import save_checkpoint
 from trainer.compare import compare_steps, records_of_event
 from trainer.history import History
 from trainer.progress import StepProgress
+from trainer.selection import select_kept
 from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.state import TrainState
 from trainer.step import StepResult
@@ -36,10 +37,6 @@ __all__ = ["LoopSummary", "Place", "RolloutOutcome", "RolloutSide", "TrainingLoo
 
 class RolloutOutcome(Protocol):
     """What the loop needs to know of a rollout step."""
-
-    @property
-    def kept_indices(self) -> Any:
-        """[B] int64, samples to train on, in order."""
 
     @property
     def mean_reward(self) -> float:
@@ -164,7 +161,14 @@ class TrainingLoop:
         self.summary.spent("rollout", began)
         self.summary.rewards.append(outcome.mean_reward)
         self.summary.tokens += outcome.tokens
-        return np.split(np.asarray(outcome.kept_indices), self.sizes.num_steps_per_rollout)
+        began = time.perf_counter()
+        kept = select_kept(
+            self.ledger.reader(self.run_id, self.branch),
+            rollout_step,
+            n_samples=self.sizes.rollout_batch_size * self.sizes.n_samples_per_prompt,
+        )
+        self.summary.spent("select", began)
+        return np.split(kept, self.sizes.num_steps_per_rollout)
 
     def _train(self, rollout_step: int, samples: Sequence[np.ndarray]) -> None:
         self.progress.doing(f"step {self.place.step}")
@@ -180,7 +184,8 @@ class TrainingLoop:
             if plan.weight_version_out in self.history.steps:
                 self._compare(plan, result)
             else:
-                self.writer.append([*result.signals, result.step_committed, published])
+                committed = replace(result.step_committed, read_seq=reader.head_seq)
+                self.writer.append([*result.signals, committed, published])
             self.summary.spent("append", began)
             if self.rollout_side is not None:
                 self.rollout_side.release(plan.weight_version_out)

@@ -25,9 +25,12 @@ from trainer.settings import optimizer_settings, parallel_settings
 from trainer.state import TrainState, create_state
 from trainer.step_events import weights_event
 
-__all__ = ["Opened", "is_complete", "open_branch", "remaining_recorded"]
+__all__ = ["Opened", "is_complete", "model_folder", "open_branch", "remaining_recorded"]
 
-PRODUCER = "ledger-train"
+
+def producer_of(branch: str) -> str:
+    """Name of the one process that trains a branch: a second one fences the first one off."""
+    return f"ledger-train/{branch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,22 +75,28 @@ def open_branch(ledger: Ledger, standing: Standing) -> Opened:
         )
         reconfigure(state, optimizer_settings(standing.values))
         writer = _go_on(ledger, standing, history, place)
-    first = min(v for v, w in history.weights.items() if w.parent_version is None)
     return Opened(
         writer=writer,
         state=state,
         history=history,
         place=place,
         recorded=recorded,
-        model_dir=check_checkpoint(ledger, history, first),
+        model_dir=_first_checkpoint(ledger, history),
         checkpoints=checkpoints,
         restore_time_s=time.perf_counter() - began,
     )
 
 
-def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[Writer, TrainState]:
-    values = standing.values
-    if not values["hf_checkpoint"]:
+def model_folder(ledger: Ledger, standing: Standing) -> Path:
+    """Where configuration and tokenizer are: --hf-checkpoint of a new run, else the checkpoint of
+    the run's first version, checked.
+
+    Raises InvalidArgument without --hf-checkpoint, NotFound where there is no model in it, and what
+    `check_checkpoint` raises.
+    """
+    if standing.history is not None:
+        return _first_checkpoint(ledger, standing.history)
+    if not standing.values["hf_checkpoint"]:
         raise InvalidArgument(
             explain(
                 "starting a run",
@@ -98,16 +107,27 @@ def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[W
                 "give the folder of one of yours",
             )
         )
-    model_dir = Path(values["hf_checkpoint"])
-    if not (model_dir / "config.json").is_file():
+    folder = Path(standing.values["hf_checkpoint"])
+    if not (folder / "config.json").is_file():
         raise NotFound(
             explain(
                 "starting a run",
-                on=f"--hf-checkpoint {model_dir}",
+                on=f"--hf-checkpoint {folder}",
                 expected="a folder with config.json, model.safetensors and tokenizer.json",
-                found="no such folder" if not model_dir.is_dir() else "no config.json in it",
+                found="no config.json in it" if folder.is_dir() else "no such folder",
             )
         )
+    return folder
+
+
+def _first_checkpoint(ledger: Ledger, history: History) -> Path:
+    first = min(v for v, w in history.weights.items() if w.parent_version is None)
+    return check_checkpoint(ledger, history, first)
+
+
+def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[Writer, TrainState]:
+    values = standing.values
+    model_dir = model_folder(ledger, standing)
     state = create_state(
         model_dir,
         parallel_settings(values),
@@ -116,7 +136,7 @@ def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[W
     )
     if standing.run_id not in {run.run_id for run in ledger.runs()}:
         ledger.create_run(standing.run_id)
-    writer = ledger.writer(standing.run_id, standing.branch, producer=PRODUCER)
+    writer = ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
     weights = weights_event(
         state.tensor_records(), weight_version=0, parent_version=None, step=None
     )
@@ -158,9 +178,9 @@ def _go_on(ledger: Ledger, standing: Standing, history: History, place: Place) -
                 settings=standing.settings_json,
                 data=standing.values["data"],
             ),
-            PRODUCER,
+            producer_of(standing.branch),
         )
-    writer = ledger.writer(standing.run_id, standing.branch, producer=PRODUCER)
+    writer = ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
     writer.append(
         [
             RunResumed(

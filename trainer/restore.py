@@ -14,7 +14,6 @@ from typing import Any
 
 from ledger.errors import Diverged, NotFound, explain
 from ledger.events import CheckpointSaved, StepCommitted
-from ledger.reader import Reader
 from ledger.store import Ledger
 from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import check_files
@@ -126,7 +125,7 @@ def load_reference(ledger: Ledger, history: History, parallel: ParallelSettings)
 
 def replay_steps(
     state: TrainState,
-    reader: Reader,
+    ledger: Ledger,
     history: History,
     versions: Sequence[int],
     *,
@@ -134,14 +133,16 @@ def replay_steps(
 ) -> Iterator[StepAgain]:
     """Run the recorded steps that made `versions` again, in order, each with its own settings.
 
-    `state` must be that of the parent of the first one. Each step is yielded with the first
-    difference, if any; the caller decides whether to go on.
+    `state` must be that of the parent of the first one. The batch is read from the ledger as it
+    stood when the step read it: what was scored again since does not change the past. Each step is
+    yielded with the first difference, if any; the caller decides whether to go on.
     """
     for _, group in groupby(
         versions, key=lambda v: (history.branch_of[v], history.steps[v].rollout_step)
     ):
         recorded = [history.steps[v] for v in group]
         settings = recorded_settings(recorded[0])
+        reader = ledger.reader(history.run_id, branch=None, as_of=recorded[0].read_seq)
         reconfigure(state, settings.optimizer)
         planned = [
             PlannedStep(
@@ -175,7 +176,6 @@ def restore(
     parallel: ParallelSettings,
     optimizer: OptimizerSettings,
     seed: int,
-    verify: bool = True,
 ) -> TrainState:
     """The exact state of `version`: weights, optimizer, schedule and random state.
 
@@ -187,11 +187,10 @@ def restore(
     state = load_version(ledger, history, start, parallel=parallel, optimizer=optimizer, seed=seed)
     if not following:
         return state
-    reader = ledger.reader(history.run_id, branch=None, verify=verify)
     reference = None
     if any(needs_reference(recorded_settings(history.steps[v]).algorithm) for v in following):
         reference = load_reference(ledger, history, parallel)
-    for again in replay_steps(state, reader, history, following, reference=reference):
+    for again in replay_steps(state, ledger, history, following, reference=reference):
         if again.divergence is not None:
             raise Diverged(
                 explain(

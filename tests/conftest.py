@@ -1,0 +1,41 @@
+"""Models of the tests: random weights with a few warm-up steps, made once a session.
+
+What a fixture needs is imported inside it: the tests of the ledger alone never load torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rollout.models.tiny import make_tiny_model
+
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "dense", warmup_steps=25, warmup_lr=1e-2
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rollout.models.tiny import make_tiny_model
+
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "moe", moe=True, warmup_steps=25, warmup_lr=1e-2
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tiny models' tokenizer as `AutoTokenizer` loads it."""
+    from transformers import AutoTokenizer
+
+    from rollout.models.tokenizer import character_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    character_tokenizer().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
