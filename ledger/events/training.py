@@ -28,7 +28,9 @@ class SignalRecorded(Event):
         4, pa.list_(pa.uint8()), "[R] 1 where the token enters the loss, else 0."
     )
     log_probs: np.ndarray = column(
-        5, _floats, "[R] By the trainer's policy before the step; NaN where nothing was sampled."
+        5,
+        _floats,
+        "[R] By the policy before the rollout's first step; NaN where nothing was sampled.",
     )
     ref_log_probs: np.ndarray | None = column(
         6, _floats, "[R] By the reference policy.", nullable=True
@@ -89,6 +91,13 @@ class StepCommitted(Event):
     )
     digest_time_s: float | None = column(
         28, pa.float64(), "Seconds spent on digests.", nullable=True, measurement=True
+    )
+    read_seq: int | None = column(
+        29,
+        pa.int64(),
+        "The batch was read from the ledger as it stood at this seq; a replay reads it so again.",
+        nullable=True,
+        measurement=True,
     )
 
 
