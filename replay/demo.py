@@ -59,18 +59,19 @@ _TINY = (
 
 DEMOS = {
     "smollm2": Demo(
-        title="SmolLM2-135M-Instruct learns to add",
+        title="SmolLM2-135M-Instruct learns to answer a sum with the number alone",
         model=("smollm2",),
         train=(
             *("--task", "addition", "--num-threads", "2"),
-            *("--num-rollout", "10", "--rollout-batch-size", "8", "--n-samples-per-prompt", "8"),
-            *("--rollout-max-response-len", "3", "--micro-batch-size", "16"),
-            *("--lr", "2e-6", "--save-interval", "6"),
-            *("--eval-interval", "5", "--n-eval-prompts", "48"),
+            *("--num-rollout", "10", "--rollout-batch-size", "5", "--n-samples-per-prompt", "8"),
+            *("--over-sampling-batch-size", "3", "--rollout-max-response-len", "3"),
+            *("--micro-batch-size", "20"),
+            *("--lr", "3e-6", "--save-interval", "4"),
+            *("--eval-interval", "5", "--n-eval-prompts", "64"),
         ),
-        fork_at=6,
-        retrain=("--eval-interval", "5", "--n-eval-prompts", "48"),
-        verify=("--from-version", "6"),
+        fork_at=8,
+        retrain=("--eval-interval", "5"),
+        verify=("--from-version", "8"),
     ),
     "tiny": Demo(
         title="a character model of 0.1 million parameters learns to spell backward",
