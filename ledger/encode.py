@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from ledger.errors import InvalidEvent, explain
 from ledger.fields import Column, Event
 from ledger.schema import arrow_schema, columns_of, event_class, table_kind, type_name, upcast
 
-__all__ = ["events_to_table", "refuse", "table_to_events"]
+__all__ = ["events_of", "events_to_table", "refuse", "table_to_events"]
 
 _MAX_VALUES = 2**31 - 1  # list offsets are 32 bit
 
@@ -270,6 +270,19 @@ def _describe(value: object) -> str:
         return f"a numpy array of {value.dtype} with shape {value.shape}"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '…'}"
+
+
+_E = TypeVar("_E", bound=Event)
+
+
+def events_of(table: pa.Table, cls: type[_E]) -> list[_E]:
+    """As `table_to_events`, of a table that holds events of `cls`.
+
+    Raises InvalidEvent where it holds another kind.
+    """
+    if table_kind(table) != cls.KIND:
+        refuse(table_kind(table), 0, "(event)", f"a table of {cls.KIND!r}", "another kind")
+    return cast(list[_E], table_to_events(table))
 
 
 def table_to_events(table: pa.Table) -> list[Event]:

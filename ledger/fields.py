@@ -62,6 +62,9 @@ def column(
     return dataclasses.field(metadata=metadata)
 
 
+_S = TypeVar("_S", bound="Event")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """The base of all events. Per-token fields hold one-dimensional numpy arrays, never lists."""
@@ -81,6 +84,11 @@ class Event:
     if TYPE_CHECKING:
         # Type checkers cannot see which columns have defaults; the decorator makes the real one.
         def __init__(self, **columns: Any) -> None: ...
+
+    def evolve(self: _S, **changes: Any) -> _S:
+        """A copy with other values in the fields named."""
+        changed: _S = dataclasses.replace(self, **changes)
+        return changed
 
 
 EVENTS: dict[str, type[Event]] = {}

@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ledger.encode import table_to_events
+    from ledger.encode import events_of
+    from ledger.events import RunStarted
     from ledger.store import open_ledger
     from replay.surroundings import differences
 
@@ -94,7 +95,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     with open_ledger(arguments.ledger) as ledger:
         run_id = ledger.run(arguments.run).run_id
         ledger.branch(run_id, arguments.branch)
-        started = table_to_events(ledger.reader(run_id, branch=None).table("run_started"))
+        started = events_of(ledger.reader(run_id, branch=None).table("run_started"), RunStarted)
         if not started:
             raise InvalidArgument(
                 explain(

@@ -67,10 +67,10 @@ DEMOS = {
             *("--over-sampling-batch-size", "3", "--rollout-max-response-len", "3"),
             *("--micro-batch-size", "20"),
             *("--lr", "3e-6", "--save-interval", "4"),
-            *("--eval-interval", "5", "--n-eval-prompts", "64"),
+            *("--eval-interval", "2", "--n-eval-prompts", "64"),
         ),
         fork_at=8,
-        retrain=("--eval-interval", "5"),
+        retrain=("--eval-interval", "2"),
         verify=("--from-version", "8"),
     ),
     "tiny": Demo(

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ledger.canonical import canonical_json
-from ledger.encode import table_to_events
+from ledger.encode import events_of
 from ledger.errors import AlreadyExists, InvalidArgument, NotFound, explain
+from ledger.events import BranchForked, RunStarted
 from ledger.redact import redact
 from ledger.store import Ledger
 from trainer.history import History, read_history
@@ -196,9 +197,10 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
 def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Content and place options as a branch began with."""
     reader = ledger.reader(run_id, branch=branch)
-    (started,) = table_to_events(reader.table("run_started"))
+    (started,) = events_of(reader.table("run_started"), RunStarted)
     settings, places = started.settings, json.loads(started.places)
-    forked = [e for e in table_to_events(reader.table("branch_forked")) if e.branch == branch]
+    forks = events_of(reader.table("branch_forked"), BranchForked)
+    forked = [fork for fork in forks if fork.branch == branch]
     if forked:
         settings = forked[0].settings
     # Paths and intervals of another command do not carry over, except for what reading needs.

@@ -5,13 +5,11 @@ Everything here is read from the ledger's events; nothing needs a model.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ledger.encode import table_to_events
-from ledger.errors import InvalidArgument, NotFound, explain
+from ledger.encode import events_of
+from ledger.errors import NotFound, explain
 from ledger.events import CheckpointSaved, StepCommitted, WeightsPublished
 from ledger.store import Ledger
 
@@ -104,13 +102,20 @@ def read_history(ledger: Ledger, run_id: str) -> History:
     seq_of: dict[int, int] = {}
     table = reader.table("weights_published")
     for event, branch, seq in zip(
-        _events(table), table["branch"].to_pylist(), table["seq"].to_pylist(), strict=True
+        events_of(table, WeightsPublished),
+        table["branch"].to_pylist(),
+        table["seq"].to_pylist(),
+        strict=True,
     ):
         weights[event.weight_version] = event
         branch_of[event.weight_version] = branch
         seq_of[event.weight_version] = seq
-    steps = {e.weight_version_out: e for e in _events(reader.table("step_committed"))}
-    checkpoints = {e.weight_version: e for e in _events(reader.table("checkpoint_saved"))}
+    steps = {
+        e.weight_version_out: e for e in events_of(reader.table("step_committed"), StepCommitted)
+    }
+    checkpoints = {
+        e.weight_version: e for e in events_of(reader.table("checkpoint_saved"), CheckpointSaved)
+    }
     return History(
         run_id=run_id,
         weights=weights,
@@ -119,22 +124,3 @@ def read_history(ledger: Ledger, run_id: str) -> History:
         branch_of=branch_of,
         seq_of=seq_of,
     )
-
-
-def _events(table: Any) -> Sequence[Any]:
-    return table_to_events(table)
-
-
-def step_settings(step: StepCommitted) -> dict[str, Any]:
-    """The settings of a step as recorded. Raises InvalidArgument where they are not an object."""
-    value = json.loads(step.settings)
-    if not isinstance(value, dict):
-        raise InvalidArgument(
-            explain(
-                "reading the settings of a step",
-                on=f"step {step.step}",
-                expected="a JSON object",
-                found=step.settings[:80],
-            )
-        )
-    return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -115,6 +115,8 @@ class TrainingLoop:
     """As it was when the process began: steps of this branch after `place` are taken again and
     compared, not appended."""
     place: Place
+    fork_version: int | None
+    """The version that the branch forked from; None for a run's first branch."""
     num_rollout: int
     save_interval: int
     eval_interval: int | None
@@ -184,7 +186,7 @@ class TrainingLoop:
             if plan.weight_version_out in self.history.steps:
                 self._compare(plan, result)
             else:
-                committed = replace(result.step_committed, read_seq=reader.head_seq)
+                committed = result.step_committed.evolve(read_seq=reader.head_seq)
                 self.writer.append([*result.signals, committed, published])
             self.summary.spent("append", began)
             if self.rollout_side is not None:
@@ -237,8 +239,7 @@ class TrainingLoop:
                 )
             )
         self.summary.spent("publish", began)
-        return replace(
-            result.weights,
+        return result.weights.evolve(
             transport="memory",
             acknowledged_by=[self.rollout_side.name],
             transfer_time_s=time.perf_counter() - began,
@@ -281,12 +282,15 @@ class TrainingLoop:
         self.summary.spent("checkpoint", began)
 
     def _evaluate_if_due(self, rollout_step: int | None) -> None:
-        """Measure the current version before `rollout_step`, or, with None, at the end."""
-        due = rollout_step is None or (
-            self.eval_interval is not None and rollout_step % self.eval_interval == 0
-        )
+        """Measure the current version before `rollout_step`, or, with None, at the end.
+
+        A branch measures the version it forked from too, so that it has a point to start from.
+        """
         version = self.place.weight_version
-        if self.eval_interval is None or not due or version in self._evaluated:
+        if self.eval_interval is None or version in self._evaluated:
+            return
+        inside = rollout_step is not None and version != self.fork_version
+        if inside and (rollout_step or 0) % self.eval_interval:
             return
         if self.rollout_side is None:
             raise RuntimeError("a loop with evaluations was made without a rollout side")

@@ -77,7 +77,11 @@ def signal_events(
 
 
 def weights_event(
-    records: Sequence[TensorRecord], *, weight_version: int, parent_version: int, step: int
+    records: Sequence[TensorRecord],
+    *,
+    weight_version: int,
+    parent_version: int | None,
+    step: int | None,
 ) -> WeightsPublished:
     """The publication of a version, before anything transported it."""
     ordered = sorted(records, key=lambda record: record.name)
