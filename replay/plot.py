@@ -83,8 +83,11 @@ def plot_rewards(ledger: Ledger, run_id: str, output: Path) -> Path:
         axes.plot(
             [depth(r["weight_version"]) for r in line],
             [r["reward"] for r in line],
-            marker="o",
-            linewidth=2,
+            # A branch lies over the one it left: dashed and smaller, so that both show.
+            marker="o" if branch == "main" else "s",
+            markersize=8 if branch == "main" else 5,
+            linewidth=3 if branch == "main" else 1.6,
+            linestyle="-" if branch == "main" else "--",
             color=colours[branch],
             label=f"{branch}: evaluation" if line else None,
         )
@@ -93,7 +96,7 @@ def plot_rewards(ledger: Ledger, run_id: str, output: Path) -> Path:
     axes.set_xlabel("optimizer steps since the first version")
     axes.set_ylabel("mean reward")
     axes.set_ylim(-0.02, 1.02)
-    axes.set_title(f"run {run_id}: reward by weight version")
+    axes.set_title(f"{run_id}: mean reward by weight version")
     axes.grid(alpha=0.25)
     axes.legend(loc="best", fontsize=8)
     figure.tight_layout()

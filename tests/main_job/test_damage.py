@@ -1,0 +1,244 @@
+"""What is damaged is found, named, and not used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import replay.cli
+import trainer.cli
+from ledger import open_ledger
+from ledger.errors import Corrupt
+from ledger.verify import verify_ledger
+from tests.main_job.job import retrain, train
+
+Run = tuple[Path, dict[str, Any]]
+
+
+def _flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["segment_generated", "sample_scored", "prompt_issued"])
+def test_one_bit_of_a_segment(copied: Run, kind: str) -> None:
+    ledger, _ = copied
+    (path, *_) = sorted((ledger / "runs" / "run" / "hot" / kind).rglob("*.arrow"))
+    _flip(path, path.stat().st_size // 2)
+    with open_ledger(ledger) as opened:
+        with pytest.raises(Corrupt) as refused:
+            opened.reader("run").table(kind)
+        report = verify_ledger(opened)
+    message = str(refused.value)
+    assert path.name in message
+    assert path.stem in message, "the hash that was committed"
+    assert not report.ok
+    assert any(path.name in str(finding) for finding in report.findings)
+    with pytest.raises(Corrupt, match=path.name):
+        retrain(ledger, 0, advantage_estimator="rloo")
+    with open_ledger(ledger) as opened:
+        trained = opened.reader("run", branch=None).table("step_committed")
+        assert trained.num_rows == 4, "nothing was trained from it"
+
+
+@pytest.fixture
+def one_ulp(copied: Run) -> tuple[Path, str]:
+    """One weight of the checkpoint of version 2, moved to the next float."""
+    ledger, _ = copied
+    path = ledger / "checkpoints" / "run" / "v000002" / "model.safetensors"
+    tensors = load_file(path)
+    name = sorted(tensors)[3]
+    flat = tensors[name].reshape(-1)
+    flat[5] = np.nextafter(flat[5], np.float32(np.inf))
+    save_file(tensors, path, metadata={"format": "pt"})
+    return ledger, name
+
+
+def test_one_weight_moved_by_one_ulp_is_named_by_verify(
+    one_ulp: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger, tensor = one_ulp
+    code = replay.cli.main(["verify", "--ledger", str(ledger), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 1
+    assert report["reproduced"] is False
+    last = report["verdicts"][-1]
+    assert (last["weight_version"], last["step"], last["kind"]) == (2, 1, "checkpoint")
+    assert tensor in last["detail"]
+    # The steps before it were run again and are right; so is the one that made version 2.
+    assert [v["reproduced"] for v in report["verdicts"]] == [True, True, True, False]
+    code = replay.cli.main(["verify", "--ledger", str(ledger), "--from-version", "2"])
+    shown = capsys.readouterr()
+    assert code == 1
+    assert tensor in shown.out
+    assert "version 2, step 1" in shown.err
+
+
+def test_a_branch_is_not_trained_from_it(one_ulp: tuple[Path, str]) -> None:
+    ledger, tensor = one_ulp
+    with pytest.raises(Corrupt, match=tensor.replace(".", "[.]")):
+        retrain(ledger, 3, advantage_estimator="rloo")
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.safetensors", "random_state.safetensors", "trainer_state.json"]
+)
+def test_other_files_of_a_checkpoint(
+    copied: Run, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger, _ = copied
+    path = ledger / "checkpoints" / "run" / "v000002" / name
+    _flip(path, path.stat().st_size - 9)
+    code = replay.cli.main(["verify", "--ledger", str(ledger), "--from-version", "2"])
+    assert code == 1
+    assert name in capsys.readouterr().out
+
+
+def test_a_step_that_gives_other_bits_is_named(
+    copied: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learning rate of one step is changed in the trainer: first its weights differ."""
+    ledger, _ = copied
+    from trainer.state import TrainState
+
+    original = TrainState.optimizer_step
+    steps = []
+
+    def other(state: TrainState) -> tuple[bool, float, float]:
+        steps.append(state)
+        if len(steps) == 2:
+            for group in state.optimizer.param_groups:
+                group["weight_decay"] = 1e-3
+        return original(state)
+
+    monkeypatch.setattr(TrainState, "optimizer_step", other)
+    code = replay.cli.main(["verify", "--ledger", str(ledger), "--json"])
+    last = json.loads(capsys.readouterr().out)["verdicts"][-1]
+    assert code == 1
+    assert (last["weight_version"], last["step"], last["quantity"]) == (2, 1, "weights")
+    assert "tensor 'model" in last["where"]
+
+
+def test_the_first_checkpoint_missing_stops_everything_with_its_name(
+    copied: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger, _ = copied
+    shutil.rmtree(ledger / "checkpoints" / "run" / "v000000")
+    assert replay.cli.main(["verify", "--ledger", str(ledger)]) == 1
+    assert "v000000" in capsys.readouterr().out
+    code = trainer.cli.main(["--ledger", str(ledger), "--num-rollout", "5"])
+    assert code == 2
+    error = capsys.readouterr().err
+    assert "v000000" in error
+    assert "Traceback" not in error
+
+
+def test_special_floats_of_log_probs_come_back_with_their_bits(copied: Run) -> None:
+    """−0.0, −inf and NaNs with payloads go through append, file, SQL and batch unchanged."""
+    from blake3 import blake3
+
+    from ledger.events import PromptIssued, SampleScored, SegmentGenerated
+    from trainer.batch import load_batch
+
+    ledger, _ = copied
+    bits = np.array([0x80000000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001], np.uint32)
+    tokens = np.arange(1, 6, dtype=np.int32)
+    prompt = np.array([7, 8], np.int32)
+    with open_ledger(ledger) as opened:
+        index = opened.allocate("run", "index", "special", 1)
+        group = opened.allocate("run", "group", "special", 1)
+        with opened.writer("run", producer="special") as writer:
+            writer.append(
+                [
+                    PromptIssued(
+                        prompt_id=blake3(prompt.tobytes()).digest(),
+                        group_index=group,
+                        rollout_step=99,
+                        round=0,
+                        indices=np.array([index]),
+                        rollout_ids=np.array([index]),
+                        tokens=prompt,
+                        text="",
+                        source="test",
+                        source_row=0,
+                        data_cursor=1,
+                    ),
+                    SegmentGenerated(
+                        index=index,
+                        rollout_id=index,
+                        group_index=group,
+                        rollout_step=99,
+                        segment=0,
+                        turn=0,
+                        start=0,
+                        tokens=tokens,
+                        rollout_log_probs=bits.view(np.float32),
+                        logprob_mode="full",
+                        logprob_temperature=1.0,
+                        span_starts=np.array([0], np.int32),
+                        span_ends=np.array([5], np.int32),
+                        span_versions=np.array([4]),
+                        temperature=1.0,
+                        top_p=1.0,
+                        top_k=-1,
+                        max_new_tokens=8,
+                        stop_token_ids=np.array([2], np.int32),
+                        sampling_seed=1,
+                        finish_reason="length",
+                        engine="test",
+                        engine_version="1",
+                    ),
+                    SampleScored(
+                        index=index,
+                        rollout_id=index,
+                        group_index=group,
+                        raw_reward=1.0,
+                        reward=1.0,
+                        part_names=[],
+                        part_values=np.array([]),
+                        verifier="test",
+                        verifier_version="1",
+                    ),
+                ]
+            )
+        reader = opened.reader("run")
+        from_batch = load_batch(reader, [index]).rollout_log_probs_N
+        from_sql = reader.sql(
+            "select rollout_log_probs as x from segment_generated where index = $i", {"i": index}
+        )["x"]
+    assert np.array_equal(from_batch.view(np.uint32), bits)
+    read = from_sql.combine_chunks().flatten().to_numpy()
+    assert np.array_equal(read.view(np.uint32), bits)
+
+
+def test_ids_that_decode_and_encode_to_others_are_trained_as_stored(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    """The tiny tokenizer's special ids are such: what was sampled is what enters the step."""
+    result = train(tmp_path / "ledger", tiny_dense, num_rollout=1)
+    assert result["steps"] == 1
+    from trainer.batch import load_batch
+
+    with open_ledger(tmp_path / "ledger") as opened:
+        reader = opened.reader("run")
+        rows = reader.sql(
+            "select g.index, g.tokens, g.retokenization_drift as drift from segment_generated as g "
+            "join (select unnest(indices) as index from step_committed) as t on t.index = g.index "
+            "order by g.index"
+        ).to_pylist()
+        batch = load_batch(reader, np.array([r["index"] for r in rows]))
+    drifted = [r for r in rows if r["drift"]]
+    assert drifted, "a model that has learned little samples ids that no text encodes to"
+    for place, row in enumerate(rows):
+        first, last = batch.offsets_T[place : place + 2]
+        response = batch.tokens_T[last - len(row["tokens"]) : last]
+        assert response.tolist() == row["tokens"]
+        assert last - first > len(row["tokens"])
