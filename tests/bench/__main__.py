@@ -1,0 +1,118 @@
+"""`make bench`: the ledger against the raw limit and today's habits, in one table of ratios.
+
+Ratios are taken within one run, between things that are timed in turns, from medians: a loaded
+machine then slows both sides. Absolute speeds are shown for orientation only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.bench.figures import Figure, print_table
+
+DEMO = Path("demo-out/ledger-smollm2")
+PARTS = ("append", "commits", "scan", "peers", "share")
+
+
+def main() -> int:
+    """Run the parts that were asked for and print the table."""
+    given = _parser().parse_args()
+    console = Console(stderr=given.json, width=None if sys.stdout.isatty() else 170)
+    parts = given.only or PARTS
+    recorded: Path | None = given.ledger or (DEMO if DEMO.is_dir() else None)
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="ledger-bench-", dir=given.dir) as folder:
+        for name in parts:
+            part = _parts(given.quick, recorded)[name]
+            with console.status(f"measuring: {name}"):
+                figures += part(Path(folder) / name)
+    notes = _notes(figures, recorded if "share" in parts else DEMO)
+    if given.json:
+        shown = [dataclasses.asdict(f) | {"met": f.met} for f in figures]
+        print(json.dumps({"figures": shown, "notes": notes}, sort_keys=True))
+    else:
+        print_table(figures, notes, console)
+    return 0
+
+
+def _parts(quick: bool, recorded: Path | None) -> dict[str, Callable[[Path], Iterator[Figure]]]:
+    # Heavy imports only for what is measured.
+    def append(folder: Path) -> Iterator[Figure]:
+        from tests.bench.appends import append_figures
+
+        return append_figures(folder, quick=quick)
+
+    def commits(folder: Path) -> Iterator[Figure]:
+        from tests.bench.appends import commit_figures
+
+        return commit_figures(folder, quick=quick)
+
+    def scan(folder: Path) -> Iterator[Figure]:
+        from tests.bench.scans import scan_figures
+
+        return scan_figures(folder, quick=quick)
+
+    def peers(folder: Path) -> Iterator[Figure]:
+        from tests.bench.peers import peer_figures
+
+        return peer_figures(folder, quick=quick)
+
+    def share(folder: Path) -> Iterator[Figure]:
+        from tests.bench.share import recorded_share, tiny_share
+
+        yield from tiny_share(folder / "tiny", quick=quick)
+        if recorded is not None:
+            yield from recorded_share(recorded, folder / "recorded")
+
+    return {"append": append, "commits": commits, "scan": scan, "peers": peers, "share": share}
+
+
+def _notes(figures: list[Figure], recorded: Path | None) -> list[str]:
+    notes = [
+        "ratio: time of what is compared with ÷ time of the ledger (or the habit); more is better. "
+        "Medians of runs in turns; every write is synced, file and directory.",
+    ]
+    missed = [f for f in figures if f.met is False]
+    notes += [f"goal missed: {f.group}: {f.name}: {_ratio(f)}" for f in missed]
+    if recorded is None:
+        notes.append(
+            "The share of a step at the demo's size is taken from a finished demo: run `make demo` "
+            f"first (it is looked for in {DEMO}), or name its ledger with --ledger."
+        )
+    return notes
+
+
+def _ratio(figure: Figure) -> str:
+    if figure.is_share:
+        return f"{figure.ratio:.2%}, wanted below {figure.goal:.0%}"
+    return f"{figure.ratio:.2f}, wanted {figure.goal:g} or more"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="smaller data, fewer repetitions")
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, metavar="NAME", help=f"of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--ledger", type=Path, metavar="DIR", help=f"a finished run's ledger (default: {DEMO})"
+    )
+    parser.add_argument(
+        "--dir", type=Path, metavar="DIR", help="disk to measure (default: the temporary folder)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
