@@ -43,6 +43,13 @@ def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
     )
 
 
+def _device() -> str:
+    """Where the embedded engine computes: the GPU where there is one, as the trainer does."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_tokenizer(model_dir: Path) -> Any:
     """The tokenizer of a model folder. Raises NotFound where there is none that loads."""
     import transformers
@@ -86,6 +93,7 @@ class LocalRolloutSide:
         self._engine = create_engine(
             values["engine"],
             model_dir,
+            device=_device(),
             recompute_logprobs_via_prefill=values["recompute_logprobs_via_prefill"],
             micro_batch_rows=values["micro_batch_size"],
             seq_length=values["seq_length"],

@@ -115,7 +115,9 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
     side = None
     if values["data"] == "fresh" or values["eval_interval"] is not None:
         side = LocalRolloutSide(model_folder(ledger, standing), values)
-    opened = open_branch(ledger, standing)
+    opened = open_branch(
+        ledger, standing, (lambda text: print(text, file=sys.stderr)) if show else (lambda _: None)
+    )
     if opened.recorded is None:
         total = values["num_rollout"]
         steps_total = (total - opened.place.rollout_step) * values["num_steps_per_rollout"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +50,12 @@ class Opened:
     restore_time_s: float
 
 
-def open_branch(ledger: Ledger, standing: Standing) -> Opened:
+def open_branch(
+    ledger: Ledger, standing: Standing, tell: Callable[[str], None] = lambda _: None
+) -> Opened:
     """Write what has to be written first, and restore the state to go on from.
 
-    The process groups must have been started. Raises InvalidArgument, NotFound, Corrupt, Diverged.
+    The process groups must have been started; `tell` hears what takes long. Raises InvalidArgument, NotFound, Corrupt, Diverged.
     """
     began = time.perf_counter()
     checkpoints = _checkpoint_root(ledger, standing)
@@ -72,6 +75,7 @@ def open_branch(ledger: Ledger, standing: Standing) -> Opened:
             parallel=parallel_settings(standing.values),
             optimizer=optimizer_settings(standing.values),
             seed=standing.values["rollout_seed"],
+            tell=tell,
         )
         reconfigure(state, optimizer_settings(standing.values))
         writer = _go_on(ledger, standing, history, place)

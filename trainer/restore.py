@@ -6,7 +6,7 @@ asked for the replay; `restore` raises it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -176,11 +176,12 @@ def restore(
     parallel: ParallelSettings,
     optimizer: OptimizerSettings,
     seed: int,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> TrainState:
     """The exact state of `version`: weights, optimizer, schedule and random state.
 
     `optimizer` are the settings to start the nearest checkpoint's state with; steps that are run
-    again take their own. Raises what `load_version` raises, and Diverged where a step that is run
+    again take their own. `tell` hears what is going on. Raises what `load_version` raises, and Diverged where a step that is run
     again does not give the recorded bits: then nothing can be built on it here.
     """
     start, *following = history.from_checkpoint(version)
@@ -190,7 +191,9 @@ def restore(
     reference = None
     if any(needs_reference(recorded_settings(history.steps[v]).algorithm) for v in following):
         reference = load_reference(ledger, history, parallel)
+    tell(f"restoring version {version}: {len(following)} steps after the checkpoint of {start}")
     for again in replay_steps(state, ledger, history, following, reference=reference):
+        tell(f"restored version {again.recorded.weight_version_out} by running its step again")
         if again.divergence is not None:
             raise Diverged(
                 explain(
