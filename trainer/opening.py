@@ -55,7 +55,8 @@ def open_branch(
 ) -> Opened:
     """Write what has to be written first, and restore the state to go on from.
 
-    The process groups must have been started; `tell` hears what takes long. Raises InvalidArgument, NotFound, Corrupt, Diverged.
+    The process groups must have been started; `tell` hears what takes long. Raises InvalidArgument,
+    NotFound, Corrupt, Diverged.
     """
     began = time.perf_counter()
     checkpoints = _checkpoint_root(ledger, standing)

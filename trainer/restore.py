@@ -181,8 +181,9 @@ def restore(
     """The exact state of `version`: weights, optimizer, schedule and random state.
 
     `optimizer` are the settings to start the nearest checkpoint's state with; steps that are run
-    again take their own. `tell` hears what is going on. Raises what `load_version` raises, and Diverged where a step that is run
-    again does not give the recorded bits: then nothing can be built on it here.
+    again take their own. `tell` hears what is going on. Raises what `load_version` raises, and
+    Diverged where a step that is run again does not give the recorded bits: then nothing can be
+    built on it here.
     """
     start, *following = history.from_checkpoint(version)
     state = load_version(ledger, history, start, parallel=parallel, optimizer=optimizer, seed=seed)
