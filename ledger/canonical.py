@@ -37,6 +37,10 @@ def json_digest(obj: object) -> bytes:
     return blake3(canonical_json(obj).encode()).digest()
 
 
+_ATOMS = frozenset({str, int, bool, type(None)})
+"""Types that JSON has; long lists hold little else."""
+
+
 def _plain(obj: object, where: str) -> Any:
     if obj is None or isinstance(obj, bool | str):
         return obj
@@ -65,7 +69,10 @@ def _plain(obj: object, where: str) -> Any:
                 raise _refused(where, "keys that are text", repr(key))
         return {key: _plain(value, f"{where}.{key}") for key, value in obj.items()}
     if isinstance(obj, list | tuple | np.ndarray):
-        return [_plain(value, f"{where}[{i}]") for i, value in enumerate(obj)]
+        return [
+            value if type(value) in _ATOMS else _plain(value, f"{where}[{i}]")
+            for i, value in enumerate(obj)
+        ]
     raise _refused(where, "a value with one canonical JSON form", type(obj).__name__)
 
 

@@ -62,7 +62,7 @@ def serialise(table: pa.Table, identity: Identity) -> tuple[SegmentFile, pa.Buff
     data = sink.getvalue()
     digest = file_hash(data)
     name = digest.hex()
-    path = f"runs/{identity.run_id}/hot/{table_kind(table)}/{name[:2]}/{name}.arrow"
+    path = f"runs/{identity.run_id}/hot/{table_kind(table)}/{name}.arrow"
     return SegmentFile(path, HOT_FORMAT, 0, table.num_rows, digest, data.size), data
 
 

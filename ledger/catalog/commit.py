@@ -20,7 +20,44 @@ from ledger.errors import (
 )
 from ledger.hashing import chain_link, idempotency_key
 
-__all__ = ["begin_epoch", "commit", "find_receipt", "lock_run"]
+__all__ = ["begin_epoch", "commit", "find_receipt", "lock_run", "raise_counter"]
+
+# Built once: to put a statement together takes SQLAlchemy longer than SQLite takes to run it.
+_run: sa.BindParameter[str] = sa.bindparam("of_run")
+_HEAD = (
+    sa.select(t.runs.c.head_seq, t.runs.c.head_chain)
+    .where(t.runs.c.run_id == _run)
+    .with_for_update()
+)
+_MOVE_HEAD = (
+    t.runs.update()
+    .where(t.runs.c.run_id == _run)
+    .values(head_seq=sa.bindparam("to_seq"), head_chain=sa.bindparam("to_chain"))
+)
+_EPOCH = sa.select(t.producers.c.epoch).where(
+    t.producers.c.run_id == _run, t.producers.c.producer == sa.bindparam("of_producer")
+)
+_COMMIT_OF_KEY = sa.select(t.commits).where(
+    t.commits.c.run_id == _run,
+    t.commits.c.producer == sa.bindparam("of_producer"),
+    t.commits.c.epoch == sa.bindparam("of_epoch"),
+    t.commits.c.producer_seq == sa.bindparam("of_number"),
+)
+_BRANCH = sa.select(t.branches.c.name).where(
+    t.branches.c.run_id == _run, t.branches.c.name == sa.bindparam("of_name")
+)
+_COUNTERS = sa.select(t.counters.c.name, t.counters.c.next).where(t.counters.c.run_id == _run)
+_COUNTER = sa.select(t.counters.c.next).where(
+    t.counters.c.run_id == _run, t.counters.c.name == sa.bindparam("of_name")
+)
+_RAISE_COUNTER = (
+    t.counters.update()
+    .where(t.counters.c.run_id == _run, t.counters.c.name == sa.bindparam("of_name"))
+    .values(next=sa.bindparam("to_next"))
+)
+_ADD_COMMIT, _ADD_SEGMENTS, _ADD_LOCATIONS, _ADD_COUNTER = (
+    table.insert() for table in (t.commits, t.segments, t.locations, t.counters)
+)
 
 
 def lock_run(connection: sa.Connection, run_id: str) -> tuple[int, bytes]:
@@ -31,11 +68,7 @@ def lock_run(connection: sa.Connection, run_id: str) -> tuple[int, bytes]:
     Raises:
         NotFound: no such run.
     """
-    row = connection.execute(
-        sa.select(t.runs.c.head_seq, t.runs.c.head_chain)
-        .where(t.runs.c.run_id == run_id)
-        .with_for_update()
-    ).first()
+    row = connection.execute(_HEAD, {"of_run": run_id}).first()
     if row is None:
         raise NotFound(explain("a run was not found", on=run_id))
     return int(row.head_seq), bytes(row.head_chain)
@@ -60,11 +93,8 @@ def find_receipt(connection: sa.Connection, pending: PendingCommit) -> Receipt |
         FencedOff: a newer epoch of the producer has begun.
         IdempotencyConflict: the key is taken by other content.
     """
-    newest = connection.execute(
-        sa.select(t.producers.c.epoch).where(
-            t.producers.c.run_id == pending.run_id, t.producers.c.producer == pending.producer
-        )
-    ).scalar()
+    of_producer = {"of_run": pending.run_id, "of_producer": pending.producer}
+    newest = connection.execute(_EPOCH, of_producer).scalar()
     if newest != pending.epoch:
         raise FencedOff(
             explain(
@@ -75,14 +105,8 @@ def find_receipt(connection: sa.Connection, pending: PendingCommit) -> Receipt |
                 do="stop this process: another one writes under the same producer name",
             )
         )
-    row = connection.execute(
-        sa.select(t.commits).where(
-            t.commits.c.run_id == pending.run_id,
-            t.commits.c.producer == pending.producer,
-            t.commits.c.epoch == pending.epoch,
-            t.commits.c.producer_seq == pending.producer_seq,
-        )
-    ).first()
+    key = {"of_epoch": pending.epoch, "of_number": pending.producer_seq}
+    row = connection.execute(_COMMIT_OF_KEY, of_producer | key).first()
     if row is None:
         return None
     if bytes(row.content_hash) != pending.content_hash or row.branch != pending.branch:
@@ -159,52 +183,47 @@ def commit(connection: sa.Connection, pending: PendingCommit) -> Receipt:
         seq += s.file.rows
     last = seq - 1
     connection.execute(
-        t.commits.insert().values(
-            run_id=pending.run_id,
-            first_seq=base,
-            last_seq=last,
-            branch=pending.branch,
-            producer=pending.producer,
-            epoch=pending.epoch,
-            producer_seq=pending.producer_seq,
-            content_hash=pending.content_hash,
-            chain=chain,
-            committed_at=pending.committed_at,
-        )
+        _ADD_COMMIT,
+        {
+            "run_id": pending.run_id,
+            "first_seq": base,
+            "last_seq": last,
+            "branch": pending.branch,
+            "producer": pending.producer,
+            "epoch": pending.epoch,
+            "producer_seq": pending.producer_seq,
+            "content_hash": pending.content_hash,
+            "chain": chain,
+            "committed_at": pending.committed_at,
+        },
     )
-    connection.execute(t.segments.insert(), segment_rows)
-    connection.execute(t.locations.insert(), location_rows)
+    connection.execute(_ADD_SEGMENTS, segment_rows)
+    connection.execute(_ADD_LOCATIONS, location_rows)
     for published in pending.published:
         _add_version(connection, pending, published, base)
     for consumed in pending.consumed:
         _add_consumption(connection, pending, consumed, base)
     _raise_counters(connection, pending)
-    connection.execute(
-        t.runs.update()
-        .where(t.runs.c.run_id == pending.run_id)
-        .values(head_seq=last, head_chain=chain)
-    )
+    connection.execute(_MOVE_HEAD, {"of_run": pending.run_id, "to_seq": last, "to_chain": chain})
     return Receipt(base, last, chain)
 
 
 def raise_counter(connection: sa.Connection, run_id: str, name: str, at_least: int) -> int:
     """The counter's next number, not below `at_least`. The run must be locked."""
-    this = (t.counters.c.run_id == run_id) & (t.counters.c.name == name)
-    found = connection.execute(sa.select(t.counters.c.next).where(this)).scalar()
+    this = {"of_run": run_id, "of_name": name}
+    found = connection.execute(_COUNTER, this).scalar()
     if found is None:
-        connection.execute(
-            t.counters.insert().values(run_id=run_id, name=name, next=max(at_least, 0))
-        )
-        return max(at_least, 0)
+        first = max(at_least, 0)
+        connection.execute(_ADD_COUNTER, {"run_id": run_id, "name": name, "next": first})
+        return first
     if found < at_least:
-        connection.execute(t.counters.update().where(this).values(next=at_least))
+        connection.execute(_RAISE_COUNTER, this | {"to_next": at_least})
     return max(int(found), at_least)
 
 
 def _raise_counters(connection: sa.Connection, pending: PendingCommit) -> None:
     """Keep every counter above the numbers that the events use."""
-    query = sa.select(t.counters.c.name, t.counters.c.next)
-    rows = connection.execute(query.where(t.counters.c.run_id == pending.run_id))
+    rows = connection.execute(_COUNTERS, {"of_run": pending.run_id})
     following = {row.name: int(row.next) for row in rows}
     for name, largest in pending.used.items():
         if following.get(name, -1) <= largest:
@@ -212,14 +231,7 @@ def _raise_counters(connection: sa.Connection, pending: PendingCommit) -> None:
 
 
 def _branch_exists(connection: sa.Connection, run_id: str, name: str) -> bool:
-    return (
-        connection.execute(
-            sa.select(t.branches.c.name).where(
-                t.branches.c.run_id == run_id, t.branches.c.name == name
-            )
-        ).first()
-        is not None
-    )
+    return connection.execute(_BRANCH, {"of_run": run_id, "of_name": name}).first() is not None
 
 
 def _add_branch(
