@@ -51,10 +51,11 @@ class Demo:
 
 _TINY = (
     *("--task", "reasoning_gym:spell_backward"),
-    *("--num-rollout", "16", "--rollout-batch-size", "16", "--n-samples-per-prompt", "8"),
-    *("--rollout-max-response-len", "8", "--micro-batch-size", "32", "--seq-length", "24"),
-    "--recompute-logprobs-via-prefill",
-    *("--lr", "5e-4", "--save-interval", "4", "--eval-interval", "4", "--n-eval-prompts", "128"),
+    *("--num-rollout", "14", "--num-steps-per-rollout", "2"),
+    *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8"),
+    *("--over-sampling-batch-size", "4", "--rollout-max-response-len", "6"),
+    *("--micro-batch-size", "64", "--seq-length", "20", "--recompute-logprobs-via-prefill"),
+    *("--lr", "1e-3", "--save-interval", "5", "--eval-interval", "5", "--n-eval-prompts", "128"),
 )
 
 DEMOS = {
@@ -77,17 +78,17 @@ DEMOS = {
         title="a character model of 0.1 million parameters learns to spell backward",
         model=("tiny",),
         train=_TINY,
-        fork_at=8,
-        retrain=("--eval-interval", "4"),
-        verify=("--from-version", "8"),
+        fork_at=20,
+        retrain=("--eval-interval", "5"),
+        verify=("--from-version", "20"),
     ),
     "tiny-moe": Demo(
         title="a mixture-of-experts character model learns to spell backward",
         model=("tiny", "--moe"),
         train=_TINY,
-        fork_at=8,
-        retrain=("--eval-interval", "4"),
-        verify=("--from-version", "8"),
+        fork_at=20,
+        retrain=("--eval-interval", "5"),
+        verify=("--from-version", "20"),
     ),
 }
 

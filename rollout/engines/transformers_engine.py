@@ -49,7 +49,7 @@ class TransformersEngine:
         device: str = "cpu",
         attn_implementation: str = "eager",
         experts_implementation: str = "grouped_mm",
-        max_batch_rows: int = 64,
+        max_batch_rows: int = 256,
         recompute_logprobs_via_prefill: bool = False,
         micro_batch_rows: int = 8,
         seq_length: int | None = None,
