@@ -109,10 +109,12 @@ def _encode_plain(column: Column, values: list[Any], types: set[type]) -> pa.Arr
         return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat, type=arrow_type)
     if types == {float} and pa.types.is_float64(arrow_type):
         return pa.array(np.array(values, np.float64))
-    if types == {int} and pa.types.is_int64(arrow_type):
-        if min(values) < -(2**63) or max(values) >= 2**63:
+    if types == {int} and (pa.types.is_integer(arrow_type) or pa.types.is_timestamp(arrow_type)):
+        dtype = _scalar_check(arrow_type)[1]
+        limits = np.iinfo(np.int64 if dtype is None else dtype)
+        if min(values) < limits.min or max(values) > limits.max:
             return None
-        return pa.array(np.array(values, np.int64))
+        return pa.array(np.array(values, dtype), arrow_type)
     if types == {str} and pa.types.is_string(arrow_type):
         return pa.array(values, arrow_type) if "".join(values).isascii() else None
     return None

@@ -42,11 +42,14 @@ GENESIS = bytes(32)
 _THREADS_FROM_BYTES = 1 << 20  # below, starting threads costs more than they save
 
 
-def file_hash(data: Any) -> bytes:
-    """blake3 of a whole file, given as anything with the buffer protocol."""
-    view = memoryview(data).cast("B")
-    threads = blake3.AUTO if view.nbytes >= _THREADS_FROM_BYTES else 1
-    return blake3(view, max_threads=threads).digest()
+def file_hash(*pieces: Any) -> bytes:
+    """blake3 of a whole file, given in one or more pieces with the buffer protocol."""
+    views = [memoryview(piece).cast("B") for piece in pieces]
+    threads = blake3.AUTO if sum(v.nbytes for v in views) >= _THREADS_FROM_BYTES else 1
+    hasher = blake3(max_threads=threads)
+    for view in views:
+        hasher.update(view)
+    return hasher.digest()
 
 
 def logical_hash(table: pa.Table) -> bytes:

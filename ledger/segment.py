@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -19,10 +21,21 @@ from ledger.hashing import file_hash
 from ledger.schema import arrow_schema, table_kind, table_layout
 from ledger.storage import ObjectStore, Stamp
 
-__all__ = ["HOT_FORMAT", "Identity", "SegmentFile", "SegmentReader", "read_identity", "serialise"]
+__all__ = [
+    "HOT_FORMAT",
+    "Identity",
+    "SegmentFile",
+    "SegmentReader",
+    "hot_folder",
+    "read_identity",
+    "segment_file",
+    "serialise",
+]
 
 HOT_FORMAT = "arrow-ipc"
 _IDENTITY = b"ledger.identity"
+_IN_PIECES_FROM_BYTES = 1 << 18
+"""Smaller segments are copied into one buffer, which costs less than handing over the pieces."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,19 +64,70 @@ class SegmentFile:
     size_bytes: int
 
 
-def serialise(table: pa.Table, identity: Identity) -> tuple[SegmentFile, pa.Buffer]:
-    """The bytes of a hot segment, and the place they belong to."""
+def hot_folder(run_id: str, kind: str) -> str:
+    """The folder of a run's hot segments of one kind."""
+    return f"runs/{run_id}/hot/{kind}"
+
+
+def serialise(table: pa.Table, identity: Identity) -> list[Any]:
+    """The bytes of a hot segment, in pieces; large ones lie in the table's own memory."""
     metadata = dict(table.schema.metadata)
     metadata[_IDENTITY] = canonical_json(identity).encode()
     whole = table.combine_chunks().replace_schema_metadata(metadata)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, whole.schema) as writer:
+    if whole.nbytes >= _IN_PIECES_FROM_BYTES:
+        pieces = _Pieces()
+        with (
+            pa.PythonFile(pieces, "w") as sink,
+            pa.ipc.new_file(sink, whole.schema) as writer,
+        ):
+            writer.write_table(whole)
+        return pieces.joined()
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_file(buffer, whole.schema) as writer:
         writer.write_table(whole)
-    data = sink.getvalue()
-    digest = file_hash(data)
-    name = digest.hex()
-    path = f"runs/{identity.run_id}/hot/{table_kind(table)}/{name}.arrow"
-    return SegmentFile(path, HOT_FORMAT, 0, table.num_rows, digest, data.size), data
+    return [buffer.getvalue()]
+
+
+def segment_file(folder: str, rows: int, pieces: Sequence[Any]) -> SegmentFile:
+    """What a segment with these bytes is called, and what is known of it."""
+    digest = file_hash(*pieces)
+    size = sum(memoryview(piece).nbytes for piece in pieces)
+    return SegmentFile(f"{folder}/{digest.hex()}.arrow", HOT_FORMAT, 0, rows, digest, size)
+
+
+class _Pieces:
+    """A file for Arrow to write to, which keeps what it is given without a copy."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._given: list[Any] = []
+
+    def write(self, data: Any) -> int:
+        self._given.append(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def joined(self) -> list[Any]:
+        """The pieces in order, small neighbours as one."""
+        joined: list[Any] = []
+        small = bytearray()
+        for piece in self._given:
+            if memoryview(piece).nbytes < _IN_PIECES_FROM_BYTES:
+                small += memoryview(piece).cast("B")
+                continue
+            if small:
+                joined.append(bytes(small))
+                small = bytearray()
+            joined.append(piece)
+        if small:
+            joined.append(bytes(small))
+        return joined
 
 
 def read_identity(table: pa.Table) -> Identity:

@@ -8,10 +8,11 @@ StorageFailed, a missing object as NotFound.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ import pyarrow as pa
 from ledger.errors import Corrupt, NotFound, StorageFailed, explain
 from ledger.hashing import file_hash
 
-__all__ = ["LocalStore", "ObjectStore", "Stamp"]
+__all__ = ["LocalStore", "ObjectStore", "Staged", "Stamp"]
 
 Stamp = tuple[int, int, int]
 """What tells that an object is still the one that was looked at: size, mtime in ns, inode."""
@@ -30,20 +31,41 @@ _MAP_FROM_BYTES = 1 << 16
 _WRITERS = 8
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """Bytes on their way into a store, without a name yet."""
+
+    folder: str
+    """Where they will be named."""
+    pieces: Sequence[Any]
+    written: Future[Any]
+    """Done when the store has them; its result is the store's own."""
+
+
 class ObjectStore(Protocol):
     """What the ledger asks of a place for bytes."""
 
-    def put(self, objects: Sequence[tuple[str, Any]]) -> None:
-        """Make every (path, buffer) durable, each wholly or not at all, and never overwrite.
+    def stage(self, objects: Sequence[tuple[str, Sequence[Any]]]) -> list[Staged]:
+        """Begin to store (folder, pieces of the bytes) in the background, without a name.
 
-        On return all of them survive a power cut. An object that is there already with the same
-        bytes is success. After an error or a crash some may be there: callers name objects by their
-        content, so that this does no harm.
+        The pieces must not change before `publish` or `discard`, one of which must follow. Errors
+        of the store show in `publish`.
+        """
+
+    def publish(self, objects: Sequence[tuple[str, Staged]]) -> None:
+        """Name staged bytes: each is there wholly or not at all, and nothing is overwritten.
+
+        Each path lies in the folder its bytes were staged for. On return all of them survive a
+        power cut. An object that is there already with the same bytes is success. After an error or
+        a crash some may be there: callers name objects by their content, so that this does no harm.
 
         Raises:
             StorageFailed: the store did not take them.
             Corrupt: a path is there already with other bytes.
         """
+
+    def discard(self, staged: Sequence[Staged]) -> None:
+        """Forget staged bytes; those that were published stay. Never raises."""
 
     def stamp(self, path: str) -> Stamp:
         """Raises: NotFound."""
@@ -61,18 +83,50 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._pool: ThreadPoolExecutor | None = None
+        self._reached: set[Path] = set()
+        """Folders whose way from the root this store has synced."""
+
+    def stage(self, objects: Sequence[tuple[str, Sequence[Any]]]) -> list[Staged]:
+        """See ObjectStore. Each file is written by a thread of its own."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="ledger-store")
+        staged: list[Staged] = []
+        for folder, pieces in objects:
+            name = f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+            temporary = self._at(folder) / name
+            written = self._pool.submit(_write_synced, temporary, pieces)
+            staged.append(Staged(folder, pieces, written))
+        return staged
+
+    def publish(self, objects: Sequence[tuple[str, Staged]]) -> None:
+        """See ObjectStore. Each directory is synced once."""
+        with _translated("an object was not stored", self.root):
+            folders: dict[Path, None] = {}
+            for path, staged in objects:
+                target = self._at(path)
+                folders[target.parent] = None
+                _name_exclusively(target, staged.written.result(), staged.pieces)
+            # Another process may have made a folder and not have synced the way to it yet.
+            new = [folder for folder in folders if folder not in self._reached]
+            way = {up for folder in new for up in folder.parents if up.is_relative_to(self.root)}
+            self._each(_sync_directory, [(folder,) for folder in sorted({*folders, *way})])
+            self._reached.update(new)
+
+    def discard(self, staged: Sequence[Staged]) -> None:
+        """See ObjectStore."""
+        for one in staged:
+            if one.written.exception() is None:
+                with contextlib.suppress(OSError):
+                    os.unlink(one.written.result())
 
     def put(self, objects: Sequence[tuple[str, Any]]) -> None:
-        """See ObjectStore. Files are written by several threads; each directory is synced once."""
-        with _translated("an object was not stored", self.root):
-            targets = [self._at(path) for path, _ in objects]
-            parents = list(dict.fromkeys(target.parent for target in targets))
-            grown = set(parents)
-            for parent in parents:
-                grown |= _make_directories(parent)
-            work = list(zip(targets, (data for _, data in objects), strict=True))
-            self._each(_write_exclusive, work)
-            self._each(_sync_directory, [(directory,) for directory in sorted(grown)])
+        """Stage and publish every (path, buffer). Raises what `publish` raises."""
+        staged = self.stage([(path.rpartition("/")[0], [data]) for path, data in objects])
+        try:
+            self.publish(list(zip((path for path, _ in objects), staged, strict=True)))
+        except BaseException:
+            self.discard(staged)
+            raise
 
     def stamp(self, path: str) -> Stamp:
         """See ObjectStore."""
@@ -123,28 +177,34 @@ class LocalStore:
             raise errors[0]
 
 
-def _write_exclusive(target: Path, data: Any) -> None:
-    temporary = target.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+def _write_synced(temporary: Path, pieces: Sequence[Any]) -> Path:
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            view = memoryview(data).cast("B")
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
             while view.nbytes:
                 view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.fsync(descriptor)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return temporary
+
+
+def _name_exclusively(target: Path, temporary: Path, pieces: Sequence[Any]) -> None:
+    try:
         # link, unlike rename, fails where the name is taken.
         os.link(temporary, target)
     except FileExistsError:
-        _require_same(target, data)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        _require_same(target, pieces)
+    os.unlink(temporary)
 
 
-def _require_same(target: Path, data: Any) -> None:
-    wanted, found = file_hash(data), file_hash(target.read_bytes())
+def _require_same(target: Path, pieces: Sequence[Any]) -> None:
+    wanted, found = file_hash(*pieces), file_hash(target.read_bytes())
     if wanted != found:
         raise Corrupt(
             explain(
@@ -155,17 +215,6 @@ def _require_same(target: Path, data: Any) -> None:
                 do="move that file away, then look at it; `ledger verify` checks the rest",
             )
         )
-
-
-def _make_directories(directory: Path) -> set[Path]:
-    """Make what is missing; the directories that got a new entry by it."""
-    grown: set[Path] = set()
-    missing = directory
-    while not missing.exists():
-        grown.add(missing.parent)
-        missing = missing.parent
-    directory.mkdir(parents=True, exist_ok=True)
-    return grown
 
 
 def _sync_directory(directory: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from blake3 import blake3
@@ -22,7 +22,8 @@ from ledger.fields import EVENTS, Event
 from ledger.hashing import column_digests, digest_of_columns
 from ledger.invariants import check_tables
 from ledger.schema import table_layout
-from ledger.segment import Identity, SegmentFile, serialise
+from ledger.segment import Identity, SegmentFile, hot_folder, segment_file, serialise
+from ledger.storage import Staged
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
@@ -88,9 +89,36 @@ class Writer:
     def _append(self, events: Sequence[Event], number: int, *, repeated: bool) -> Receipt:
         now = time.time_ns() // 1000
         tables = _by_kind(events, now)
+        self._require_own_names(tables)
+        # The disk takes the bytes while they are hashed and checked; they get a name, and so become
+        # part of the store, only after that.
+        pieces = [
+            serialise(
+                table, Identity(self.run_id, self.branch, self.producer, self.epoch, number, part)
+            )
+            for part, table in enumerate(tables.values())
+        ]
+        folders = [hot_folder(self.run_id, kind) for kind in tables]
+        store = self._ledger.store
+        staged = store.stage(list(zip(folders, pieces, strict=True)))
+        try:
+            return self._commit(tables, pieces, staged, number, now, repeated=repeated)
+        except BaseException:
+            store.discard(staged)
+            raise
+
+    def _commit(
+        self,
+        tables: Mapping[str, pa.Table],
+        pieces: Sequence[Sequence[Any]],
+        staged: Sequence[Staged],
+        number: int,
+        now: int,
+        *,
+        repeated: bool,
+    ) -> Receipt:
         digests = {kind: column_digests(table) for kind, table in tables.items()}
         derived = derive(tables)
-        self._require_own_names(tables)
         pending = PendingCommit(
             run_id=self.run_id,
             branch=self.branch,
@@ -110,10 +138,16 @@ class Writer:
             with catalog.read() as connection:
                 earlier = commits.find_receipt(connection, pending)
             if earlier is not None:
+                self._ledger.store.discard(staged)
                 return earlier
         check_tables(tables, self._ledger.lookup(self.run_id))
-        segments, objects = self._segments(tables, digests, number)
-        self._ledger.store.put(objects)
+        segments = tuple(
+            _segment(kind, table, digests[kind], segment_file(one.folder, table.num_rows, data))
+            for (kind, table), one, data in zip(tables.items(), staged, pieces, strict=True)
+        )
+        self._ledger.store.publish(
+            [(s.file.path, one) for s, one in zip(segments, staged, strict=True)]
+        )
         with catalog.write() as connection:
             return commits.commit(connection, dataclasses.replace(pending, segments=segments))
 
@@ -130,20 +164,6 @@ class Writer:
         forks = tables.get("branch_forked")
         if forks is not None and forks.num_rows > 1:
             refuse("branch_forked", 1, "branch", "one fork in an append", forks.num_rows)
-
-    def _segments(
-        self,
-        tables: Mapping[str, pa.Table],
-        digests: Mapping[str, dict[int, bytes]],
-        number: int,
-    ) -> tuple[tuple[PendingSegment, ...], list[tuple[str, pa.Buffer]]]:
-        segments, objects = [], []
-        for part, (kind, table) in enumerate(tables.items()):
-            identity = Identity(self.run_id, self.branch, self.producer, self.epoch, number, part)
-            file, data = serialise(table, identity)
-            segments.append(_segment(kind, table, digests[kind], file))
-            objects.append((file.path, data))
-        return tuple(segments), objects
 
 
 def _segment(

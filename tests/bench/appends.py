@@ -16,7 +16,7 @@ from ledger.encode import events_to_table
 from ledger.events import Event, SampleScored
 from ledger.hashing import column_digests
 from ledger.invariants import check_tables
-from ledger.segment import Identity, serialise
+from ledger.segment import Identity, segment_file, serialise
 from tests.bench.figures import Figure, interleaved
 from tests.bench.samples import (
     RUN,
@@ -91,7 +91,8 @@ def _split(ledger: Ledger, events: Sequence[Event]) -> dict[str, float]:
         made["table"] = events_to_table(events, recorded_at=1)
 
     def layout() -> None:
-        made["file"] = serialise(made["table"], Identity(RUN, "main", "split", 1, 0, 0))
+        pieces = serialise(made["table"], Identity(RUN, "main", "split", 1, 0, 0))
+        segment_file("split", len(events), pieces)
 
     parts: dict[str, Callable[[], Any]] = {
         "encode_ms": encode,
