@@ -73,22 +73,31 @@ def column_digests(table: pa.Table) -> dict[int, bytes]:
 
 
 def _column_digest(column: Column, data: pa.ChunkedArray) -> bytes:
-    threads = blake3.AUTO if data.nbytes >= _THREADS_FROM_BYTES else 1
-    hashers: list[Any] = []
-    for chunk in data.chunks or [pa.array([], column.type)]:
-        array = _as_declared(chunk, column.type)
-        whole = np.array([0, len(array)])
-        streams = [stream for stream, _ in _streams(array, whole)]
-        if column.nullable:
-            streams.append(array.is_valid().cast(pa.uint8()).to_numpy(zero_copy_only=False))
-        if not hashers:
-            hashers = [blake3(max_threads=threads) for _ in streams]
-        for hasher, stream in zip(hashers, streams, strict=True):
-            hasher.update(stream)
+    parts = [_column_streams(column, chunk) for chunk in data.chunks or [pa.array([], column.type)]]
+    digests = [_digest(stream) for stream in zip(*parts, strict=True)]
     name = type_name(column.type).encode()
-    return blake3(
-        _pack(column.field_id, name, int(column.nullable), *(h.digest() for h in hashers))
-    ).digest()
+    return blake3(_pack(column.field_id, name, int(column.nullable), *digests)).digest()
+
+
+def _column_streams(column: Column, chunk: pa.Array) -> list[np.ndarray]:
+    array = _as_declared(chunk, column.type)
+    streams = [stream for stream, _ in _streams(array, np.array([0, len(array)]))]
+    if column.nullable:
+        if array.null_count:
+            streams.append(array.is_valid().cast(pa.uint8()).to_numpy(zero_copy_only=False))
+        else:
+            streams.append(np.ones(len(array), np.uint8))
+    return streams
+
+
+def _digest(pieces: Sequence[Any]) -> bytes:
+    threads = blake3.AUTO if sum(p.nbytes for p in pieces) >= _THREADS_FROM_BYTES else 1
+    if len(pieces) == 1:
+        return blake3(pieces[0], max_threads=threads).digest()
+    hasher = blake3(max_threads=threads)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def row_content_hashes(table: pa.Table) -> list[bytes]:
@@ -185,7 +194,12 @@ def _streams(array: pa.Array, bounds: np.ndarray) -> Iterator[tuple[np.ndarray, 
             lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
         starts = np.concatenate([[0], np.cumsum(lengths)])
         yield lengths.view(np.uint8), bounds * 8
-        yield from _streams(array.flatten(), starts[bounds])
+        if array.null_count:
+            values = array.flatten()
+        else:
+            # The same values; flatten takes longer to start than a short column takes to hash.
+            values = array.values.slice(int(offsets[0]), int(starts[-1]))
+        yield from _streams(values, starts[bounds])
         return
     if pa.types.is_string(arrow_type) or pa.types.is_large_binary(arrow_type):
         if array.null_count:
