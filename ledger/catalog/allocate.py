@@ -13,6 +13,14 @@ __all__ = ["allocate"]
 _COUNTER = {"group": "group_index", "rollout": "rollout_id"}
 """Short names of counters that columns use under a longer one."""
 
+# Built once, as those of a commit.
+_GIVEN = sa.select(t.allocations.c.first, t.allocations.c.count).where(
+    t.allocations.c.run_id == sa.bindparam("of_run"),
+    t.allocations.c.name == sa.bindparam("of_name"),
+    t.allocations.c.key == sa.bindparam("of_key"),
+)
+_GIVE = t.allocations.insert()
+
 
 def allocate(connection: sa.Connection, run_id: str, name: str, key: str, count: int) -> int:
     """The first of `count` consecutive numbers, from 0, unique in the run under `name`.
@@ -33,12 +41,7 @@ def allocate(connection: sa.Connection, run_id: str, name: str, key: str, count:
         )
     name = _COUNTER.get(name, name)
     lock_run(connection, run_id)
-    a = t.allocations
-    given = connection.execute(
-        sa.select(a.c.first, a.c.count).where(
-            a.c.run_id == run_id, a.c.name == name, a.c.key == key
-        )
-    ).first()
+    given = connection.execute(_GIVEN, {"of_run": run_id, "of_name": name, "of_key": key}).first()
     if given is not None:
         first, had = int(given[0]), int(given[1])
         if had != count:
@@ -54,6 +57,6 @@ def allocate(connection: sa.Connection, run_id: str, name: str, key: str, count:
     first = raise_counter(connection, run_id, name, 0)
     raise_counter(connection, run_id, name, first + count)
     connection.execute(
-        a.insert().values(run_id=run_id, name=name, key=key, first=first, count=count)
+        _GIVE, {"run_id": run_id, "name": name, "key": key, "first": first, "count": count}
     )
     return first
