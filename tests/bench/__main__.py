@@ -80,6 +80,8 @@ def _notes(figures: list[Figure], recorded: Path | None) -> list[str]:
     notes = [
         "ratio: time of what is compared with ÷ time of the ledger (or the habit); more is better. "
         "Medians of runs in turns; every write is synced, file and directory.",
+        "The ledger computes while the disk writes: on a machine whose cores are taken its ratios "
+        f"fall. Load now: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
     ]
     missed = [f for f in figures if f.met is False]
     notes += [f"goal missed: {f.group}: {f.name}: {_ratio(f)}{_why(f)}" for f in missed]

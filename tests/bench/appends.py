@@ -72,11 +72,14 @@ def _large(
         goal=goal,
         mb_per_s=len(stored) / 1e6 / one.seconds,
         mb_per_cpu_s=len(stored) / 1e6 / one.cpu_seconds,
-        note=f"{one.seconds * 1e3:.0f} ms against {times['raw'].seconds * 1e3:.0f}; "
+        note=f"{one.seconds * 1e3:.0f} ms against {times['raw'].seconds * 1e3:.0f}, CPU "
+        f"{one.cpu_seconds * 1e3:.0f} ms against {times['raw'].cpu_seconds * 1e3:.0f}; "
         f"its work in ms, each alone: {inside}",
         details={
             "ledger_s": one.seconds,
             "raw_s": times["raw"].seconds,
+            "ledger_cpu_s": one.cpu_seconds,
+            "raw_cpu_s": times["raw"].cpu_seconds,
             "size_bytes": len(stored),
             **split,
         },
