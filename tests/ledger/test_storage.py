@@ -93,3 +93,14 @@ def test_a_full_or_broken_disk_is_our_error_and_leaves_nothing(
     assert list((tmp_path / "d").iterdir()) == []
     store.put([("d/x", b"1"), ("d/y", b"2")])
     assert sorted(store.list("d")) == ["d/x", "d/y"]
+
+
+def test_staged_bytes_show_only_when_published(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    kept, dropped = store.stage([("d", [b"12", b"34"]), ("d", [b"5"])])
+    assert list(store.list("d")) == []
+    store.publish([("d/kept", kept)])
+    store.discard([kept, dropped])
+    assert list(store.list("d")) == ["d/kept"]
+    assert store.read("d/kept").to_pybytes() == b"1234"
+    assert [p.name for p in (tmp_path / "d").iterdir()] == ["kept"]
