@@ -49,14 +49,14 @@ class TinySettings:
     num_experts_per_tok: int = 2
     max_position_embeddings: int = 64
     tie_word_embeddings: bool = True
-    warmup_steps: int = 150
-    warmup_batch_size: int = 64
-    warmup_lr: float = 4e-3
-    wrong_share: float = 0.15
+    warmup_steps: int = 220
+    warmup_batch_size: int = 96
+    warmup_lr: float = 6e-3
+    wrong_share: float = 0.3
     """Share of the answers whose characters are shuffled."""
 
 
-_MOE = {"warmup_steps": 180, "warmup_lr": 6e-3, "wrong_share": 0.1}
+_MOE = {"warmup_steps": 280, "wrong_share": 0.2}
 """Experts see fewer tokens each: the warm-up of a mixture is longer."""
 
 
@@ -137,7 +137,7 @@ def _warm_up(
     settings: TinySettings,
     progress: Callable[[int, int, float], None] | None,
 ) -> None:
-    """Supervised steps of Adam on half-wrong answers to prompts of a seed of their own."""
+    """Supervised steps of Adam on partly wrong answers to prompts of a seed of their own."""
     source = create_source(
         settings.task,
         seed=derive_seed("warm-up prompts", settings.seed),
