@@ -93,11 +93,14 @@ def _notes(figures: list[Figure], recorded: Path | None) -> list[str]:
     return notes
 
 
+_OVERLAP = (
+    "besides writing, an append encodes, checks and hashes twice; hashes and checks run while the "
+    "disk writes, if a core is free, but encoding comes before the first byte and the catalog's "
+    "commit after the last"
+)
 _WHY = {
-    "tokens": "events must become columns before the first byte can be written, and the catalog's "
-    "commit comes after the last",
-    "routing": "the blobs of the events must become one column before the first byte can be "
-    "written, and the catalog's commit comes after the last",
+    "tokens": _OVERLAP,
+    "routing": _OVERLAP,
     "small": "the catalog's transaction syncs once more, and its Python costs more than a sync of "
     "a fast disk",
     "ledger": "the steps were recorded under the load of then, the ledger's part measured under "
