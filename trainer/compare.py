@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ledger.events import StepCommitted, WeightsPublished
+from ledger.events import SignalRecorded, StepCommitted, WeightsPublished
 from ledger.weights import TensorRecord, first_difference
 
-__all__ = ["Divergence", "compare_steps", "records_of_event"]
+__all__ = ["Divergence", "compare_signals", "compare_steps", "records_of_event"]
+
+_SIGNALS = ("loss_mask", "log_probs", "ref_log_probs", "values", "advantages", "returns")
+"""In the order in which they are computed: each may follow from those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,11 @@ class Divergence:
     """The version that the step made."""
     quantity: str
     """'settings', 'batch', 'micro-batches', 'log-probs', 'loss', 'gradients', 'grad norm',
-    'learning rate', 'weights', 'optimizer' or 'random state'."""
+    'learning rate', 'metrics', 'weights', 'optimizer' or 'random state'; of signals 'signals' (of
+    other samples), 'settings_id', 'loss_mask', 'log_probs', 'ref_log_probs', 'values',
+    'advantages' or 'returns'."""
     where: str
-    """The micro-batch or tensor; empty where the quantity has no parts."""
+    """The micro-batch, metric, tensor or sample; empty where the quantity has no parts."""
     expected: str
     """As recorded."""
     found: str
@@ -47,8 +53,9 @@ def compare_steps(
     """The first difference, in the order in which a step computes; None where all bits agree.
 
     The order: settings, batch, partition into micro-batches, log-probs (which micro-batch), loss,
-    gradients, their norm, learning rate, weights (which tensor), optimizer, random state. Floats
-    are compared by their bits: NaN equals itself, and −0.0 is not 0.0. Measurements do not count.
+    gradients, their norm, learning rate, metrics (which one), weights (which tensor), optimizer,
+    random state. Floats are compared by their bits: NaN equals itself, and −0.0 is not 0.0.
+    Measurements do not count.
     """
 
     def diverged(quantity: str, expected: object, found: object, where: str = "") -> Divergence:
@@ -93,6 +100,20 @@ def compare_steps(
     ):
         if _bits(expected) != _bits(found):
             return diverged(quantity, expected, found)
+    if list(recorded.metric_names) != list(again.metric_names):
+        return diverged("metrics", recorded.metric_names, again.metric_names, "names")
+    if len(recorded.metric_values) != len(again.metric_values):
+        return diverged(
+            "metrics", len(recorded.metric_values), len(again.metric_values), "number of values"
+        )
+    for name, was, now in zip(
+        recorded.metric_names,
+        recorded.metric_values.tolist(),
+        again.metric_values.tolist(),
+        strict=True,
+    ):
+        if _bits(was) != _bits(now):
+            return diverged("metrics", was, now, name)
     tensor = first_difference(records_of_event(recorded_weights), records_of_event(again_weights))
     if tensor is not None or recorded_weights.root != again_weights.root:
         return diverged("weights", recorded_weights.root, again_weights.root, tensor or "root")
@@ -101,6 +122,76 @@ def compare_steps(
     if recorded.random_state_digest != again.random_state_digest:
         return diverged("random state", recorded.random_state_digest, again.random_state_digest)
     return None
+
+
+def compare_signals(
+    recorded: Sequence[SignalRecorded],
+    again: Sequence[SignalRecorded],
+    *,
+    step: int,
+    weight_version: int,
+) -> Divergence | None:
+    """The first difference between the signals of a step; None where all bits agree.
+
+    Samples are matched by index, in whatever order they come. First the settings of all samples are
+    compared, then the loss mask of all, log-probs, reference log-probs, values, advantages and
+    returns, so that a cause is named before what follows from it; within a quantity the first
+    sample in the order of `recorded`, and in it the first position [R] that differs. Floats are
+    compared by their bits. `step` and `weight_version` (the version it made) are what is reported.
+    """
+
+    def diverged(quantity: str, expected: object, found: object, where: str) -> Divergence:
+        return Divergence(step, weight_version, quantity, where, _text(expected), _text(found))
+
+    was_of, now_of = ({s.index: s for s in signals} for signals in (recorded, again))
+    if len(was_of) != len(recorded) or len(now_of) != len(again) or was_of.keys() != now_of.keys():
+        was, now = (sorted(s.index for s in signals) for signals in (recorded, again))
+        return diverged("signals", was, now, "samples")
+    for index, signal in was_of.items():
+        other = now_of[index]
+        if signal.settings_id != other.settings_id:
+            return diverged("settings_id", signal.settings_id, other.settings_id, f"sample {index}")
+    for quantity in _SIGNALS:
+        for index, signal in was_of.items():
+            values_R = getattr(signal, quantity), getattr(now_of[index], quantity)
+            difference = _first_position(*values_R)
+            if difference is not None:
+                place, expected, found = difference
+                return diverged(quantity, expected, found, f"sample {index}, {place}")
+    return None
+
+
+def _first_position(
+    was_R: np.ndarray | None, now_R: np.ndarray | None
+) -> tuple[str, object, object] | None:
+    """The first position at which two arrays [R] have other bits, with both values."""
+    if was_R is None or now_R is None:
+        if was_R is now_R:
+            return None
+        was, now = ("none" if a is None else f"{len(a)} values" for a in (was_R, now_R))
+        return "all positions", was, now
+    if was_R.dtype != now_R.dtype or was_R.shape != now_R.shape:
+        return (
+            "dtype and length",
+            f"{was_R.dtype} [{len(was_R)}]",
+            f"{now_R.dtype} [{len(now_R)}]",
+        )
+    bits = np.dtype(f"u{was_R.dtype.itemsize}")
+    differing = np.flatnonzero(
+        np.ascontiguousarray(was_R).view(bits) != np.ascontiguousarray(now_R).view(bits)
+    )
+    if not len(differing):
+        return None
+    at = int(differing[0])
+    return f"position {at}", _element(was_R, at), _element(now_R, at)
+
+
+def _element(values_R: np.ndarray, at: int) -> str:
+    """One value, with the bits of a float: two NaNs can differ in nothing else."""
+    value = values_R[at]
+    if values_R.dtype.kind != "f":
+        return str(value)
+    return f"{value!s} (bits 0x{value.tobytes()[::-1].hex()})"
 
 
 def records_of_event(event: WeightsPublished) -> list[TensorRecord]:
@@ -126,5 +217,5 @@ def _text(value: object) -> str:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, float):
-        return f"{value!r} ({value.hex()})"
+        return f"{value!r} ({value.hex()}, bits 0x{struct.pack('>d', value).hex()})"
     return str(value)

@@ -8,8 +8,8 @@ import struct
 import numpy as np
 import pytest
 
-from ledger.events import StepCommitted, WeightsPublished
-from trainer.compare import compare_steps
+from ledger.events import SignalRecorded, StepCommitted, WeightsPublished
+from trainer.compare import compare_signals, compare_steps
 
 STEP = StepCommitted(
     step=3,
@@ -28,8 +28,8 @@ STEP = StepCommitted(
     learning_rate=0.1,
     loss=0.0,
     grad_norm=1.0,
-    metric_names=[],
-    metric_values=np.zeros(0),
+    metric_names=["loss", "ref_kl"],
+    metric_values=np.array([0.0, np.nan]),
     batch_digest=bytes(32),
     micro_batch_digests=[bytes(32), bytes(32)],
     gradient_digest=bytes(32),
@@ -62,6 +62,9 @@ CHANGES: list[tuple[str, dict[str, object], str]] = [
     ("gradients", {"gradient_digest": OTHER}, ""),
     ("grad norm", {"grad_norm": 1.0000000000000002}, ""),
     ("learning rate", {"learning_rate": 0.2}, ""),
+    ("metrics", {"metric_names": ["loss", "kl"]}, "names"),
+    ("metrics", {"metric_values": np.array([-0.0, np.nan])}, "loss"),
+    ("metrics", {"metric_values": np.array([0.0, np.copysign(np.nan, -1)])}, "ref_kl"),
     ("optimizer", {"optimizer_digest": OTHER}, ""),
     ("random state", {"random_state_digest": OTHER}, ""),
 ]
@@ -106,3 +109,70 @@ def test_equal_bits_are_equal_and_measurements_do_not_count():
     assert compare_steps(recorded, again, WEIGHTS, WEIGHTS) is None
     other = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000002))[0]
     assert compare_steps(recorded, dataclasses.replace(STEP, loss=other), WEIGHTS, WEIGHTS)
+
+
+SIGNALS = [
+    SignalRecorded(
+        index=index,
+        step=3,
+        settings_id=bytes(32),
+        loss_mask=np.array([1, 0, 1], np.uint8),
+        log_probs=np.array([-1.0, np.nan, -0.0], np.float32),
+        ref_log_probs=np.array([-1.0, np.nan, -2.0], np.float32),
+        values=None,
+        advantages=np.array([0.5, 0.0, 0.5], np.float32),
+        returns=np.array([1.0, 1.0, 1.0], np.float32),
+    )
+    for index in (9, 5)
+]
+OTHER_NAN = np.array([0x7FC00001], np.uint32).view(np.float32)[0]
+OTHER_SIGNALS: list[tuple[str, object, str]] = [
+    ("settings_id", OTHER, "sample 5"),
+    ("loss_mask", np.array([1, 1, 0], np.uint8), "sample 5, position 1"),
+    ("loss_mask", np.array([1, 1], np.uint8), "sample 5, dtype and length"),
+    ("log_probs", np.array([-1.0, np.nan, 0.0], np.float32), "sample 5, position 2"),
+    ("log_probs", np.array([-1.0, OTHER_NAN, -0.0], np.float32), "sample 5, position 1"),
+    ("ref_log_probs", None, "sample 5, all positions"),
+    ("values", np.zeros(3, np.float32), "sample 5, all positions"),
+    ("advantages", np.array([0.5, 0.0, 0.50000006], np.float32), "sample 5, position 2"),
+    ("advantages", np.array([0.5, 0.0, 0.5], np.float64), "sample 5, dtype and length"),
+    ("returns", np.array([1.0, 2.0, 3.0], np.float32), "sample 5, position 1"),
+]
+
+
+@pytest.mark.parametrize(("quantity", "value", "where"), OTHER_SIGNALS)
+def test_each_signal(quantity, value, where):
+    changed = [SIGNALS[0], dataclasses.replace(SIGNALS[1], **{quantity: value})]
+    found = compare_signals(SIGNALS, changed, step=3, weight_version=4)
+    assert found is not None
+    assert (found.step, found.weight_version) == (3, 4)
+    assert (found.quantity, found.where) == (quantity, where)
+    assert found.expected != found.found
+
+
+def test_equal_signals_in_another_order_are_equal():
+    again = [
+        dataclasses.replace(s, **{n: getattr(s, n).copy() for n in ("log_probs", "advantages")})
+        for s in reversed(SIGNALS)
+    ]
+    assert compare_signals(SIGNALS, again, step=3, weight_version=4) is None
+    assert compare_signals([], [], step=3, weight_version=4) is None
+
+
+def test_the_first_of_many_signals_is_named_before_what_follows_from_it():
+    """Sample 9 comes first, but its advantage follows from what differs in sample 5."""
+    again = [
+        dataclasses.replace(SIGNALS[0], advantages=np.zeros(3, np.float32)),
+        dataclasses.replace(SIGNALS[1], log_probs=np.zeros(3, np.float32)),
+    ]
+    found = compare_signals(SIGNALS, again, step=3, weight_version=4)
+    assert found is not None
+    assert (found.quantity, found.where) == ("log_probs", "sample 5, position 0")
+
+
+@pytest.mark.parametrize("again", [SIGNALS[:1], [*SIGNALS, SIGNALS[0]], []])
+def test_signals_of_other_samples_are_a_difference(again):
+    found = compare_signals(SIGNALS, again, step=3, weight_version=4)
+    assert found is not None
+    assert (found.quantity, found.where) == ("signals", "samples")
+    assert found.expected == "[5, 9]"
