@@ -202,6 +202,14 @@ class Ledger:
             )
         )
 
+    def branch_number(self, run_id: str, name: str) -> int:
+        """0 for the run's first branch, then in the order of forking; see `ledger.numbering`.
+
+        Raises: NotFound.
+        """
+        self.branch(run_id, name)
+        return [b.name for b in self.branches(run_id)].index(name)
+
     def versions(self, run_id: str) -> list[VersionInfo]:
         """All weight versions of a run, on all branches, by number. Raises: NotFound."""
         self.run(run_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -25,12 +26,18 @@ _TRAINING = """
     group by all order by all
 """
 _EVALUATION = """
-    select w.branch, e.weight_version, e.name, any_value(e.mean_reward) as reward
+    select w.branch, e.weight_version, e.source, len(e.source_rows) as prompts, e.verifier,
+           any_value(e.mean_reward) as reward
     from eval_scored as e
     join weights_published as w on w.weight_version = e.weight_version
     group by all order by all
 """
 _FORKS = "select branch, weight_version from branch_forked order by all"
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, int, str]:
+    """What an evaluation measures on."""
+    return row["source"], row["prompts"], row["verifier"]
 
 
 def plot_rewards(ledger: Ledger, run_id: str, output: Path) -> Path:
@@ -77,25 +84,30 @@ def plot_rewards(ledger: Ledger, run_id: str, output: Path) -> Path:
             color=colours[branch],
             label=f"{branch}: training samples" if points else None,
         )
-        line = [r for r in evaluation if r["branch"] == branch]
-        if branch in forks:
-            line = [r for r in evaluation if r["weight_version"] == forks[branch]] + line
-        axes.plot(
-            [depth(r["weight_version"]) for r in line],
-            [r["reward"] for r in line],
-            # A branch lies over the one it left: dashed and smaller, so that both show.
-            marker="o" if branch == "main" else "s",
-            markersize=8 if branch == "main" else 5,
-            linewidth=3 if branch == "main" else 1.6,
-            linestyle="-" if branch == "main" else "--",
-            color=colours[branch],
-            label=f"{branch}: evaluation" if line else None,
-        )
+        measured = [r for r in evaluation if r["branch"] == branch]
+        # Only like is joined by a line: the same prompts and the same verifier.
+        for kind in sorted({_kind(r) for r in measured}):
+            line = [r for r in measured if _kind(r) == kind]
+            if branch in forks:
+                left = [r for r in evaluation if r["weight_version"] == forks[branch]]
+                line = [r for r in left if _kind(r) == kind and r not in line] + line
+            axes.plot(
+                [depth(r["weight_version"]) for r in line],
+                [r["reward"] for r in line],
+                # A branch lies over the one it left: dashed and smaller, so that both show.
+                marker="o" if branch == "main" else "s",
+                markersize=8 if branch == "main" else 5,
+                linewidth=3 if branch == "main" else 1.6,
+                linestyle="-" if branch == "main" else "--",
+                color=colours[branch],
+                label=f"{branch}: evaluation on {kind[1]} prompts",
+            )
     for branch, version in forks.items():
         axes.axvline(depth(version), color=colours[branch], linestyle=":", linewidth=1)
     axes.set_xlabel("optimizer steps since the first version")
     axes.set_ylabel("mean reward")
-    axes.set_ylim(-0.02, 1.02)
+    if all(0 <= r["reward"] <= 1 for r in [*training, *evaluation]):
+        axes.set_ylim(-0.02, 1.02)
     axes.set_title(f"{run_id}: mean reward by weight version")
     axes.grid(alpha=0.25)
     axes.legend(loc="best", fontsize=8)

@@ -11,10 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from ledger.numbering import SAMPLE_SPAN
+
 if TYPE_CHECKING:
     from ledger.reader import Reader
 
-__all__ = ["Generated", "IssuedGroup", "RolloutHistory", "next_row", "read_history"]
+__all__ = [
+    "Generated",
+    "IssuedGroup",
+    "NextNumbers",
+    "RolloutHistory",
+    "next_numbers",
+    "read_history",
+]
 
 _SCALARS = ["round", "group_index", "text", "label", "metadata", "branch"]
 
@@ -71,11 +80,40 @@ class RolloutHistory:
         )
 
 
-def next_row(reader: Reader, source: str) -> int:
-    """The first row of `source` that no prompt on the lineage took."""
-    table = reader.table("prompt_issued", ["source", "data_cursor"])
-    found = pc.max(table.filter(pc.equal(table["source"], source))["data_cursor"]).as_py()
-    return 0 if found is None else int(found)
+@dataclass(frozen=True, slots=True)
+class NextNumbers:
+    """Where a branch goes on: a row of the source, and local numbers (`ledger.numbering`)."""
+
+    row: int
+    group: int
+    index: int
+
+
+def next_numbers(lineage: Reader, everything: Reader, source: str) -> NextNumbers:
+    """What no prompt has taken that the branch saw, or whose samples it was trained on.
+
+    `lineage` reads the branch, `everything` all branches of the run: a branch that was trained on
+    recorded trajectories has used prompts that its parent issued after the fork.
+    """
+    columns = ["source", "data_cursor", "group_index", "indices", "seq"]
+    prompts = everything.table("prompt_issued", columns)
+    seen_P = np.isin(
+        prompts["seq"].to_numpy(), lineage.table("prompt_issued", ["seq"])["seq"].to_numpy()
+    )
+    trained = pc.list_flatten(lineage.table("step_committed", ["indices"])["indices"]).to_numpy()
+    samples_S = pc.list_flatten(prompts["indices"]).to_numpy()
+    prompt_S = pc.list_parent_indices(prompts["indices"]).to_numpy()
+    seen_P[prompt_S[np.isin(samples_S, trained)]] = True
+    if not seen_P.any():
+        return NextNumbers(0, 0, 0)
+    groups = prompts["group_index"].to_numpy()[seen_P]
+    rows = prompts.filter(seen_P)
+    cursor = pc.max(rows.filter(pc.equal(rows["source"], source))["data_cursor"]).as_py()
+    return NextNumbers(
+        row=0 if cursor is None else int(cursor),
+        group=int((groups % SAMPLE_SPAN).max()) + 1,
+        index=int((samples_S[seen_P[prompt_S]] % SAMPLE_SPAN).max()) + 1,
+    )
 
 
 def _rows(reader: Reader, kind: str, columns: list[str], rollout_step: int) -> Any:

@@ -135,6 +135,11 @@ class LocalRolloutSide:
             raise RuntimeError("rollout() before attach(): there is no branch to write to")
         return self._worker.rollout(rollout_step)
 
+    @property
+    def evaluation(self) -> tuple[str, int, int, str]:
+        """Source, number of prompts, seed and verifier of an evaluation."""
+        return self._eval_source.name, self._n_eval_prompts, self._eval_seed, self._reward.name
+
     def evaluate(self, version: int) -> EvalScored:
         """Measure the loaded weights, at the training temperature, on held-out prompts."""
         return evaluate(

@@ -17,13 +17,14 @@ import numpy.typing as npt
 
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import Event
+from ledger.numbering import SAMPLE_SPAN, local_number, run_number
 from ledger.seeds import sample_seed
 from rollout.filters import create_filter
 from rollout.history import (
     Generated,
     IssuedGroup,
     RolloutHistory,
-    next_row,
+    next_numbers,
     read_history,
 )
 from rollout.protocol import Engine, GenerationRequest
@@ -102,6 +103,7 @@ class RolloutWorker:
         """`tokenizer` is a Hugging Face one. Raises InvalidArgument for a filter or stop text that
         cannot work."""
         self._ledger, self._run_id, self._branch = ledger, run_id, branch
+        self._branch_number = ledger.branch_number(run_id, branch)
         self._writer, self._engine, self._source = writer, engine, source
         self._reward, self._tokenizer, self._settings = reward, tokenizer, settings
         self._filter = create_filter(settings.dynamic_sampling_filter_path)
@@ -138,11 +140,14 @@ class RolloutWorker:
     def _issue(self, history: RolloutHistory, number: int) -> list[IssuedGroup]:
         settings, step = self._settings, history.rollout_step
         count, size = settings.groups_of_round(number), settings.n_samples_per_prompt
-        key = f"{self._branch}/{step}/{number}"
-        # The same key gives the same numbers again: a kill between here and the append costs none.
-        group = self._ledger.allocate(self._run_id, "group", key, count)
-        index = self._ledger.allocate(self._run_id, "index", key, count * size)
-        row = next_row(self._ledger.reader(self._run_id, self._branch), self._source.name)
+        following = next_numbers(
+            self._ledger.reader(self._run_id, self._branch),
+            self._ledger.reader(self._run_id, None),
+            self._source.name,
+        )
+        group = run_number(self._branch_number, following.group, SAMPLE_SPAN)
+        index = run_number(self._branch_number, following.index, SAMPLE_SPAN)
+        row = following.row
         groups, events = [], []
         for i in range(count):
             prompt = self._source.prompt(row + i)
@@ -180,7 +185,13 @@ class RolloutWorker:
         if not missing:
             return False
         seeds = [
-            sample_seed(self._settings.run_seed, history.rollout_step, group.group_index, index, 0)
+            sample_seed(
+                self._settings.run_seed,
+                history.rollout_step,
+                local_number(group.group_index, SAMPLE_SPAN),
+                local_number(index, SAMPLE_SPAN),
+                0,
+            )
             for group, index, _ in slots
         ]
         # The whole round again, even if only some is missing: the bits depend on the batch.

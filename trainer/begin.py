@@ -19,7 +19,7 @@ from ledger.events import BranchForked, RunStarted
 from ledger.redact import redact
 from ledger.store import Ledger
 from trainer.history import History, read_history
-from trainer.options import content_of, places_of, validate
+from trainer.options import OPTIONS, content_of, places_of, validate
 
 __all__ = ["Standing", "find_standing"]
 
@@ -45,6 +45,8 @@ class Standing:
     """For a branch, new or resumed: the version that it forked from."""
     changed: Mapping[str, Any]
     """For a branch: the options that differ from those of the branch it leaves."""
+    explicit: Mapping[str, Any]
+    """What the command line said."""
     limit: int | None
     """--num-rollout, where it was given: with recorded data there is an end without it."""
 
@@ -98,6 +100,7 @@ def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
             parent_branch=None,
             fork_version=None,
             changed={},
+            explicit=explicit,
             limit=explicit.get("num_rollout"),
         )
     return _resume(ledger, run_id, branch, explicit)
@@ -130,6 +133,7 @@ def _resume(ledger: Ledger, run_id: str, branch: str, explicit: Mapping[str, Any
         parent_branch=info.parent,
         fork_version=info.fork_version,
         changed={},
+        explicit=explicit,
         limit=explicit.get("num_rollout"),
     )
 
@@ -141,10 +145,11 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     recorded, recorded_places = _recorded(ledger, run_id, parent)
     values = {**recorded_places, **recorded, **explicit}
     values["data"] = explicit.get("data", "recorded")
-    if values["data"] == "recorded" and "use_rollout_logprobs" not in explicit:
+    if values["data"] == "recorded":
         # The recorded tokens were sampled by other weights than those that train on them from the
         # second step on: the ratio must be taken against the policy that sampled.
-        values["use_rollout_logprobs"] = True
+        values["use_rollout_logprobs"] = explicit.get("use_rollout_logprobs", True)
+        _refuse_useless(explicit, recorded)
     full = validate(_with_derived(values, explicit))
     changed = {
         k: v for k, v in content_of(full).items() if _plain(v) != recorded.get(k) and k != "data"
@@ -161,6 +166,7 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
         parent_branch=parent,
         fork_version=version,
         changed=changed,
+        explicit=explicit,
         limit=explicit.get("num_rollout"),
     )
     if name not in {b.name for b in ledger.branches(run_id)}:
@@ -190,6 +196,7 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
         parent_branch=info.parent,
         fork_version=version,
         changed=changed,
+        explicit=explicit,
         limit=explicit.get("num_rollout"),
     )
 
@@ -203,9 +210,26 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
     forked = [fork for fork in forks if fork.branch == branch]
     if forked:
         settings = forked[0].settings
-    # Paths and intervals of another command do not carry over, except for what reading needs.
-    kept = {k: places[k] for k in ("save", "hf_checkpoint") if places.get(k) is not None}
+    carried = ("save", "hf_checkpoint", "num_rollout", "save_interval", "eval_interval")
+    kept = {name: places[name] for name in carried if places.get(name) is not None}
     return json.loads(settings), kept
+
+
+def _refuse_useless(explicit: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Recorded trajectories are as they are: options of the rollout cannot change them."""
+    fixed = {o.name for o in OPTIONS if o.content and o.group == "rollout"} - {"n_eval_prompts"}
+    fixed |= {"global_batch_size", "num_steps_per_rollout"}
+    for name in sorted(fixed & set(explicit)):
+        if _plain(explicit[name]) != recorded.get(name):
+            raise InvalidArgument(
+                explain(
+                    "re-training on recorded trajectories",
+                    on=f"--{_dash(name)} {explicit[name]}",
+                    expected=f"as recorded: {recorded.get(name)}",
+                    found=explicit[name],
+                    do="leave it out, or sample new trajectories with --data fresh",
+                )
+            )
 
 
 def _with_derived(values: dict[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def run(explicit: Mapping[str, Any], *, show: bool) -> dict[str, Any]:
         # Heavy imports only once the options make sense.
         from trainer.opening import is_complete
 
-        if is_complete(standing):
+        if is_complete(ledger, standing):
             return _result(ledger, standing, began, steps=0, rewards=[], seconds={})
         return _train(ledger, standing, began, show=show)
 

@@ -39,13 +39,15 @@ class History:
             chain.append(parent)
         return chain[::-1]
 
-    def from_checkpoint(self, version: int) -> list[int]:
+    def from_checkpoint(self, version: int, ignore: int | None = None) -> list[int]:
         """Versions from the nearest checkpoint at or before `version` to `version`.
 
-        Raises NotFound where no version on the way has a checkpoint.
+        Checkpoints of the version `ignore` and of those after it are passed over. Raises NotFound
+        where no version on the way has a checkpoint.
         """
         path = self.path(version)
-        for place in range(len(path) - 1, -1, -1):
+        end = path.index(ignore) if ignore in path else len(path)
+        for place in range(end - 1, -1, -1):
             if path[place] in self.checkpoints:
                 return path[place:]
         raise NotFound(
@@ -54,7 +56,8 @@ class History:
                 on=f"run {self.run_id!r}, version {version}",
                 expected=f"a checkpoint of one of the versions {path[0]}..{path[-1]}",
                 found="none recorded",
-                do="a run saves its first version; this ledger is incomplete",
+                do="a run saves its first version: leave out --ignore-checkpoint, or restore the "
+                "ledger from a copy",
             )
         )
 

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ledger.encode import events_of
 from ledger.errors import Diverged, explain
 from ledger.events import CheckpointSaved, EvalScored, StepCommitted, WeightsPublished
+from ledger.numbering import VERSION_SPAN, local_number, run_number
 from ledger.store import Ledger
 from ledger.weights import TensorRecord, first_difference
 from ledger.writer import Writer
@@ -47,6 +49,10 @@ class RolloutOutcome(Protocol):
         """Response tokens of all samples."""
 
 
+Evaluation = tuple[str, int, int, str]
+"""Source, number of prompts, seed and verifier."""
+
+
 class RolloutSide(Protocol):
     """Samples, verifies and evaluates with the weights it was last given."""
 
@@ -56,6 +62,10 @@ class RolloutSide(Protocol):
 
     def rollout(self, rollout_step: int) -> RolloutOutcome:
         """Write the events of a rollout step, those that are not there yet."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What an evaluation measures on, so that only like is compared with like."""
 
     def evaluate(self, version: int) -> EvalScored:
         """Measure the weights that are loaded."""
@@ -126,13 +136,16 @@ class TrainingLoop:
     progress: StepProgress
     summary: LoopSummary = field(default_factory=LoopSummary)
     _saved: set[int] = field(default_factory=set)
-    _evaluated: set[int] = field(default_factory=set)
+    _evaluated: set[tuple[int, Evaluation]] = field(default_factory=set)
     _sampled: RolloutOutcome | None = None
 
     def run(self) -> Place:
         """Train to the end; returns the place after it. Raises whatever a stage raises."""
-        evaluations = self.ledger.reader(self.run_id, branch=None).table("eval_scored")
-        self._evaluated.update(evaluations["weight_version"].to_pylist())
+        scored = self.ledger.reader(self.run_id, branch=None).table("eval_scored")
+        self._evaluated.update(
+            (e.weight_version, (e.source, len(e.source_rows), e.seed, e.verifier))
+            for e in events_of(scored, EvalScored)
+        )
         for rollout_step, samples in self._rollouts():
             self._evaluate_if_due(rollout_step)
             if samples is None:
@@ -199,6 +212,7 @@ class TrainingLoop:
     def _plan(self, rollout_step: int, samples: Sequence[np.ndarray]) -> list[PlannedStep]:
         planned = []
         version = self.place.weight_version
+        branch_number = self.ledger.branch_number(self.run_id, self.branch)
         first_in_rollout = 0
         if self.recorded is not None:
             first_in_rollout = next(
@@ -206,7 +220,7 @@ class TrainingLoop:
             )
         for number, indices in enumerate(samples):
             step = self.place.step + number
-            made = self.ledger.allocate(self.run_id, "weight_version", f"{self.branch}/{step}", 1)
+            made = run_number(branch_number, local_number(version, VERSION_SPAN) + 1, VERSION_SPAN)
             planned.append(
                 PlannedStep(
                     step=step,
@@ -287,18 +301,21 @@ class TrainingLoop:
         A branch measures the version it forked from too, so that it has a point to start from.
         """
         version = self.place.weight_version
-        if self.eval_interval is None or version in self._evaluated:
+        if self.eval_interval is None:
             return
         inside = rollout_step is not None and version != self.fork_version
         if inside and (rollout_step or 0) % self.eval_interval:
             return
         if self.rollout_side is None:
             raise RuntimeError("a loop with evaluations was made without a rollout side")
+        key = (version, self.rollout_side.evaluation)
+        if key in self._evaluated:
+            return
         began = time.perf_counter()
         self.progress.doing(f"evaluation of version {version}")
         event = self.rollout_side.evaluate(version)
         self.writer.append([event])
-        self._evaluated.add(version)
+        self._evaluated.add(key)
         self.progress.say(
             f"evaluation of version {version}: mean reward {event.mean_reward:.3f} "
             f"on {len(event.rewards)} prompts"

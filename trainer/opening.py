@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,17 +13,17 @@ from blake3 import blake3
 
 from ledger.canonical import canonical_json, json_digest
 from ledger.environment import describe_environment
-from ledger.errors import InvalidArgument, NotFound, explain
+from ledger.errors import AlreadyExists, InvalidArgument, NotFound, explain
 from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted
 from ledger.store import Ledger
 from ledger.writer import Writer
-from trainer.begin import Standing
+from trainer.begin import Standing, find_standing
 from trainer.history import History, read_history
 from trainer.loop import Place, checkpoint_of
 from trainer.model import read_config
 from trainer.parallel import determinism_report
 from trainer.reconfigure import reconfigure
-from trainer.restore import check_checkpoint, restore
+from trainer.restore import check_checkpoint, checkpoint_folder, restore
 from trainer.settings import optimizer_settings, parallel_settings
 from trainer.state import TrainState, create_state
 from trainer.step_events import weights_event
@@ -59,9 +61,16 @@ def open_branch(
     NotFound, Corrupt, Diverged.
     """
     began = time.perf_counter()
+    # The epoch first: from here on nobody else adds to the branch, and only then is its history
+    # read. What another process committed in the meantime is taken again and compared.
+    writer = _take_over(ledger, standing)
+    if writer is not None:
+        standing = find_standing(ledger, standing.explicit)
     checkpoints = _checkpoint_root(ledger, standing)
     if standing.history is None:
-        writer, state = _start_run(ledger, standing, checkpoints)
+        if writer is None:
+            raise RuntimeError("a new run is written by a writer that took it over")
+        state = _start_run(ledger, standing, writer, checkpoints)
         history = read_history(ledger, standing.run_id)
         place, recorded = Place(0, 0, 0), None
     else:
@@ -76,31 +85,34 @@ def open_branch(
             parallel=parallel_settings(standing.values),
             optimizer=optimizer_settings(standing.values),
             seed=standing.values["rollout_seed"],
+            ignore=standing.values["ignore_checkpoint"],
             tell=tell,
         )
         reconfigure(state, optimizer_settings(standing.values))
-        writer = _go_on(ledger, standing, history, place)
+        writer = _go_on(ledger, standing, writer, history, place)
     return Opened(
         writer=writer,
         state=state,
         history=history,
         place=place,
         recorded=recorded,
-        model_dir=_first_checkpoint(ledger, history),
+        model_dir=checkpoint_folder(ledger, history.checkpoints[_start(standing, history, place)]),
         checkpoints=checkpoints,
         restore_time_s=time.perf_counter() - began,
     )
 
 
 def model_folder(ledger: Ledger, standing: Standing) -> Path:
-    """Where configuration and tokenizer are: --hf-checkpoint of a new run, else the checkpoint of
-    the run's first version, checked.
+    """Where configuration and tokenizer are: --hf-checkpoint of a new run, else the checkpoint
+    that the branch goes on from, checked.
 
     Raises InvalidArgument without --hf-checkpoint, NotFound where there is no model in it, and what
     `check_checkpoint` raises.
     """
     if standing.history is not None:
-        return _first_checkpoint(ledger, standing.history)
+        recorded = remaining_recorded(standing.history, standing)
+        place = _place(standing.history, standing, recorded)
+        return check_checkpoint(ledger, standing.history, _start(standing, standing.history, place))
     if not standing.values["hf_checkpoint"]:
         raise InvalidArgument(
             explain(
@@ -125,12 +137,25 @@ def model_folder(ledger: Ledger, standing: Standing) -> Path:
     return folder
 
 
-def _first_checkpoint(ledger: Ledger, history: History) -> Path:
-    first = min(v for v, w in history.weights.items() if w.parent_version is None)
-    return check_checkpoint(ledger, history, first)
+def _start(standing: Standing, history: History, place: Place) -> int:
+    """The version whose checkpoint is the nearest to `place`."""
+    if standing.history is None:
+        return place.weight_version
+    ignore = standing.values["ignore_checkpoint"]
+    return history.from_checkpoint(place.weight_version, ignore)[0]
 
 
-def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[Writer, TrainState]:
+def _take_over(ledger: Ledger, standing: Standing) -> Writer | None:
+    """Begin an epoch on the branch, which fences off whoever wrote to it; None for a new branch."""
+    if standing.kind == "new branch":
+        return None
+    if standing.kind == "new run" and standing.run_id not in {r.run_id for r in ledger.runs()}:
+        with contextlib.suppress(AlreadyExists):
+            ledger.create_run(standing.run_id)
+    return ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
+
+
+def _start_run(ledger: Ledger, standing: Standing, writer: Writer, checkpoints: Path) -> TrainState:
     values = standing.values
     model_dir = model_folder(ledger, standing)
     state = create_state(
@@ -139,9 +164,6 @@ def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[W
         optimizer_settings(values),
         seed=values["rollout_seed"],
     )
-    if standing.run_id not in {run.run_id for run in ledger.runs()}:
-        ledger.create_run(standing.run_id)
-    writer = ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
     weights = weights_event(
         state.tensor_records(), weight_version=0, parent_version=None, step=None
     )
@@ -159,20 +181,26 @@ def _start_run(ledger: Ledger, standing: Standing, checkpoints: Path) -> tuple[W
     )
     # The checkpoint first, so that one transaction makes the run, its first version and its first
     # checkpoint real together.
+    folder = checkpoints / "v000000"
+    if folder.exists():
+        # The run has no event, so this is what a process left that was killed before its first.
+        shutil.rmtree(folder)
     saved = checkpoint_of(
         ledger,
         state,
-        checkpoints / "v000000",
+        folder,
         model_dir=model_dir,
         weight_version=0,
         step=None,
     )
     writer.append([started, weights, saved])
-    return writer, state
+    return state
 
 
-def _go_on(ledger: Ledger, standing: Standing, history: History, place: Place) -> Writer:
-    if standing.kind == "new branch":
+def _go_on(
+    ledger: Ledger, standing: Standing, writer: Writer | None, history: History, place: Place
+) -> Writer:
+    if writer is None:
         return ledger.fork(
             standing.run_id,
             BranchForked(
@@ -185,7 +213,6 @@ def _go_on(ledger: Ledger, standing: Standing, history: History, place: Place) -
             ),
             producer_of(standing.branch),
         )
-    writer = ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
     writer.append(
         [
             RunResumed(
@@ -284,7 +311,7 @@ def _file_digest(path: Path) -> bytes:
     return blake3(path.read_bytes()).digest()
 
 
-def is_complete(standing: Standing) -> bool:
+def is_complete(ledger: Ledger, standing: Standing) -> bool:
     """Whether a branch that is gone on with has nothing left to train, evaluate or save."""
     if standing.kind != "resume" or standing.history is None:
         return False
@@ -294,4 +321,7 @@ def is_complete(standing: Standing) -> bool:
         left = place.rollout_step < standing.values["num_rollout"]
     else:
         left = bool(recorded)
+    if standing.values["eval_interval"] is not None:
+        table = ledger.reader(standing.run_id, branch=None).table("eval_scored")
+        left = left or place.weight_version not in table["weight_version"].to_pylist()
     return not left and place.weight_version in standing.history.checkpoints

@@ -11,13 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ledger.errors import InvalidArgument, explain
+from trainer.ranges import LARGEST, Range, above, at_least
 
-__all__ = ["OPTIONS", "Option", "add_options", "content_of", "defaults", "places_of", "validate"]
+__all__ = [
+    "OPTIONS",
+    "Option",
+    "add_options",
+    "check_values",
+    "content_of",
+    "defaults",
+    "places_of",
+    "validate",
+]
 
 Group = Literal["ledger", "checkpoint", "rollout", "algorithm", "parallelism", "optimizer"]
 
@@ -35,14 +46,22 @@ class Option:
     help: str
     content: bool = True
     choices: tuple[str, ...] | None = None
+    within: Range | None = None
+    """Numbers that it takes; None: a text, a switch, or a JSON object."""
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
 
-def _place(name: str, group: Group, type_: Any, default: Any, text: str) -> Option:
-    return Option(name, group, type_, default, text, content=False)
+_COUNT = at_least(1, LARGEST)
+_ANY = Range()
+
+
+def _place(
+    name: str, group: Group, type_: Any, default: Any, text: str, within: Range | None = None
+) -> Option:
+    return Option(name, group, type_, default, text, content=False, within=within)
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -55,6 +74,15 @@ OPTIONS: tuple[Option, ...] = (
         int,
         None,
         "fork a branch at this weight version and re-train it; other options default to the run's",
+        within=at_least(0, 2**63 - 1),
+    ),
+    _place(
+        "ignore_checkpoint",
+        "ledger",
+        int,
+        None,
+        "pass over the checkpoints of this version and later ones, and run the steps again instead",
+        within=at_least(0, 2**63 - 1),
     ),
     Option(
         "data",
@@ -78,6 +106,7 @@ OPTIONS: tuple[Option, ...] = (
         int,
         4,
         "rollout steps between checkpoints; the first and the last version are always saved",
+        within=_COUNT,
     ),
     _place("save", "checkpoint", str, None, "folder of checkpoints; default: inside the ledger"),
     Option(
@@ -102,15 +131,18 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "reward function 'package.module:function' in place of the task's own",
     ),
-    _place("num_rollout", "rollout", int, 20, "rollout steps in all"),
-    Option("rollout_batch_size", "rollout", int, 8, "prompts (groups) of a rollout step"),
-    Option("n_samples_per_prompt", "rollout", int, 8, "samples of a prompt"),
+    _place("num_rollout", "rollout", int, 20, "rollout steps in all", within=_COUNT),
+    Option(
+        "rollout_batch_size", "rollout", int, 8, "prompts (groups) of a rollout step", within=_COUNT
+    ),
+    Option("n_samples_per_prompt", "rollout", int, 8, "samples of a prompt", within=_COUNT),
     Option(
         "over_sampling_batch_size",
         "rollout",
         int,
         None,
         "prompts asked for when a filter has dropped some; default: as --rollout-batch-size",
+        within=_COUNT,
     ),
     Option(
         "dynamic_sampling_filter_path",
@@ -119,12 +151,40 @@ OPTIONS: tuple[Option, ...] = (
         "check_reward_nonzero_std",
         "filter of groups: a name, 'none', or 'package.module:function'",
     ),
-    Option("rollout_max_rounds", "rollout", int, 64, "rounds of asking for more prompts at most"),
-    Option("rollout_max_response_len", "rollout", int, 16, "new tokens of a response at most"),
-    Option("rollout_temperature", "rollout", float, 1.0, "sampling temperature"),
-    Option("rollout_top_p", "rollout", float, 1.0, "nucleus mass; 1.0 is off"),
-    Option("rollout_top_k", "rollout", int, -1, "number of candidates; -1 is off"),
-    Option("rollout_seed", "rollout", int, 42, "root of every random seed of the run"),
+    Option(
+        "rollout_max_rounds",
+        "rollout",
+        int,
+        64,
+        "rounds of asking for more prompts at most",
+        within=_COUNT,
+    ),
+    Option(
+        "rollout_max_response_len",
+        "rollout",
+        int,
+        16,
+        "new tokens of a response at most",
+        within=_COUNT,
+    ),
+    Option("rollout_temperature", "rollout", float, 1.0, "sampling temperature", within=above(0)),
+    Option("rollout_top_p", "rollout", float, 1.0, "nucleus mass; 1.0 is off", within=above(0, 1)),
+    Option(
+        "rollout_top_k",
+        "rollout",
+        int,
+        -1,
+        "number of candidates; -1 is off",
+        within=at_least(1, LARGEST, off=-1),
+    ),
+    Option(
+        "rollout_seed",
+        "rollout",
+        int,
+        42,
+        "root of every random seed of the run",
+        within=at_least(0, 2**63 - 1),
+    ),
     Option(
         "recompute_logprobs_via_prefill",
         "rollout",
@@ -135,9 +195,14 @@ OPTIONS: tuple[Option, ...] = (
         "machine)",
     ),
     _place(
-        "eval_interval", "rollout", int, None, "rollout steps between evaluations; off if unset"
+        "eval_interval",
+        "rollout",
+        int,
+        None,
+        "rollout steps between evaluations; off if unset",
+        within=_COUNT,
     ),
-    Option("n_eval_prompts", "rollout", int, 64, "prompts of an evaluation"),
+    Option("n_eval_prompts", "rollout", int, 64, "prompts of an evaluation", within=_COUNT),
     Option("advantage_estimator", "algorithm", str, "grpo", "how rewards become advantages"),
     Option("policy_loss", "algorithm", str, "ppo_clip", "how advantages become a loss"),
     Option(
@@ -148,12 +213,23 @@ OPTIONS: tuple[Option, ...] = (
         "do not divide by the group's deviation (Dr. GRPO)",
     ),
     Option("normalize_advantages", "algorithm", bool, False, "whiten advantages over the batch"),
-    Option("eps_clip", "algorithm", float, 0.2, "lower clip range of the ratio"),
-    Option("eps_clip_high", "algorithm", float, None, "upper clip range; default: as --eps-clip"),
-    Option("eps_clip_c", "algorithm", float, None, "dual clip, above 1; off if unset"),
-    Option("kl_coef", "algorithm", float, 0.0, "KL to the reference in the reward"),
+    Option(
+        "eps_clip", "algorithm", float, 0.2, "lower clip range of the ratio", within=at_least(0, 1)
+    ),
+    Option(
+        "eps_clip_high",
+        "algorithm",
+        float,
+        None,
+        "upper clip range; default: as --eps-clip",
+        within=at_least(0),
+    ),
+    Option(
+        "eps_clip_c", "algorithm", float, None, "dual clip, above 1; off if unset", within=above(1)
+    ),
+    Option("kl_coef", "algorithm", float, 0.0, "KL to the reference in the reward", within=_ANY),
     Option("use_kl_loss", "algorithm", bool, False, "KL to the reference in the loss"),
-    Option("kl_loss_coef", "algorithm", float, 0.0, "its weight"),
+    Option("kl_loss_coef", "algorithm", float, 0.0, "its weight", within=_ANY),
     Option(
         "kl_loss_type",
         "algorithm",
@@ -162,7 +238,7 @@ OPTIONS: tuple[Option, ...] = (
         "its estimator",
         choices=("k1", "k2", "k3", "low_var_kl"),
     ),
-    Option("entropy_coef", "algorithm", float, 0.0, "weight of the entropy bonus"),
+    Option("entropy_coef", "algorithm", float, 0.0, "weight of the entropy bonus", within=_ANY),
     Option(
         "calculate_per_token_loss",
         "algorithm",
@@ -184,29 +260,62 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "samples of an optimizer step; default: what a rollout step makes, divided by "
         "--num-steps-per-rollout",
+        within=_COUNT,
     ),
-    Option("num_steps_per_rollout", "algorithm", int, 1, "optimizer steps of a rollout step"),
-    Option("micro_batch_size", "algorithm", int, 8, "rows of a micro-batch"),
+    Option(
+        "num_steps_per_rollout",
+        "algorithm",
+        int,
+        1,
+        "optimizer steps of a rollout step",
+        within=_COUNT,
+    ),
+    Option(
+        "micro_batch_size",
+        "algorithm",
+        int,
+        8,
+        "rows of a micro-batch, at most --global-batch-size",
+        within=_COUNT,
+    ),
     Option(
         "seq_length",
         "algorithm",
         int,
         None,
         "tokens a row; default: the longest sample of the step",
+        within=at_least(2, LARGEST),
     ),
-    Option("tensor_model_parallel_size", "parallelism", int, 1, "tensor parallel size"),
-    Option("pipeline_model_parallel_size", "parallelism", int, 1, "pipeline parallel size"),
-    Option("context_parallel_size", "parallelism", int, 1, "context parallel size"),
-    Option("expert_model_parallel_size", "parallelism", int, 1, "expert parallel size"),
+    Option(
+        "tensor_model_parallel_size", "parallelism", int, 1, "tensor parallel size", within=_COUNT
+    ),
+    Option(
+        "pipeline_model_parallel_size",
+        "parallelism",
+        int,
+        1,
+        "pipeline parallel size",
+        within=_COUNT,
+    ),
+    Option("context_parallel_size", "parallelism", int, 1, "context parallel size", within=_COUNT),
+    Option(
+        "expert_model_parallel_size", "parallelism", int, 1, "expert parallel size", within=_COUNT
+    ),
     Option(
         "expert_tensor_parallel_size",
         "parallelism",
         int,
         None,
         "tensor parallel size inside experts",
+        within=_COUNT,
     ),
     Option(
-        "num_threads", "parallelism", int, 1, "CPU threads of an operation, pinned and recorded"
+        "num_threads",
+        "parallelism",
+        int,
+        1,
+        "CPU threads of an operation, pinned and recorded",
+        within=at_least(1, 1024),
     ),
     Option(
         "deterministic_mode",
@@ -215,8 +324,15 @@ OPTIONS: tuple[Option, ...] = (
         True,
         "bitwise repeatable operations; on by default",
     ),
-    Option("lr", "optimizer", float, 1e-6, "learning rate"),
-    Option("min_lr", "optimizer", float, 0.0, "learning rate at the end of the decay"),
+    Option("lr", "optimizer", float, 1e-6, "learning rate", within=at_least(0)),
+    Option(
+        "min_lr",
+        "optimizer",
+        float,
+        0.0,
+        "learning rate at the end of the decay",
+        within=at_least(0),
+    ),
     Option(
         "lr_decay_style",
         "optimizer",
@@ -225,13 +341,31 @@ OPTIONS: tuple[Option, ...] = (
         "shape of the decay",
         choices=("constant", "linear", "cosine", "inverse-square-root"),
     ),
-    Option("lr_decay_iters", "optimizer", int, None, "steps of the decay"),
-    Option("lr_warmup_iters", "optimizer", int, 0, "steps of the warm-up"),
-    Option("weight_decay", "optimizer", float, 0.0, "weight decay"),
-    Option("adam_beta1", "optimizer", float, 0.9, "Adam's beta1"),
-    Option("adam_beta2", "optimizer", float, 0.98, "Adam's beta2"),
-    Option("adam_eps", "optimizer", float, 1e-8, "Adam's epsilon"),
-    Option("clip_grad", "optimizer", float, 1.0, "largest gradient norm"),
+    Option("lr_decay_iters", "optimizer", int, None, "steps of the decay", within=_COUNT),
+    Option(
+        "lr_warmup_iters", "optimizer", int, 0, "steps of the warm-up", within=at_least(0, LARGEST)
+    ),
+    Option("weight_decay", "optimizer", float, 0.0, "weight decay", within=at_least(0)),
+    Option(
+        "adam_beta1",
+        "optimizer",
+        float,
+        0.9,
+        "Adam's beta1",
+        within=Range(low=0, high=1, without_high=True),
+    ),
+    Option(
+        "adam_beta2",
+        "optimizer",
+        float,
+        0.98,
+        "Adam's beta2",
+        within=Range(low=0, high=1, without_high=True),
+    ),
+    Option("adam_eps", "optimizer", float, 1e-8, "Adam's epsilon", within=above(0)),
+    Option(
+        "clip_grad", "optimizer", float, 1.0, "largest gradient norm; 0 is off", within=at_least(0)
+    ),
     Option(
         "use_distributed_optimizer",
         "optimizer",
@@ -254,7 +388,7 @@ _TITLES: Mapping[Group, str] = {
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"a JSON object is expected, found {text}")
@@ -301,16 +435,58 @@ def places_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {o.name: values[o.name] for o in OPTIONS if not o.content and o.name in values}
 
 
+def check_values(values: Mapping[str, Any]) -> None:
+    """Check what was given, option by option; what is absent or None is not looked at.
+
+    Raises InvalidArgument, naming the flag: a number that is not finite or out of its range, an
+    empty text, a JSON object with a number that is not finite.
+    """
+    for option in OPTIONS:
+        value = values.get(option.name)
+        if value is None:
+            continue
+        expected: object = None
+        if option.within is not None and value not in option.within:
+            expected = option.within
+        elif option.type is str and not value:
+            expected = "a text that is not empty"
+        elif option.choices is not None and value not in option.choices:
+            expected = f"one of {', '.join(option.choices)}"
+        elif option.type == "json" and not _is_finite(value):
+            expected = "finite numbers"
+        if expected is not None:
+            raise _refused(option.flag, expected, repr(value))
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a JSON value holds no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return all(_is_finite(inner) for inner in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_finite(inner) for inner in value)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _refused(on: str, expected: object, found: object, do: str | None = None) -> InvalidArgument:
+    return InvalidArgument(
+        explain("checking the options", on=on, expected=expected, found=found, do=do)
+    )
+
+
 def validate(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in what follows from other options. Raises InvalidArgument for what cannot work.
 
-    The result has every content and place option of `OPTIONS` by name.
+    The result has every content and place option of `OPTIONS` by name. `values` are checked by
+    `check_values` first.
     """
+    check_values(values)
     full = {**defaults(), **values}
+    if full["min_lr"] > full["lr"]:
+        raise _refused("--min-lr", f"at most --lr {full['lr']}", full["min_lr"])
     made = full["rollout_batch_size"] * full["n_samples_per_prompt"]
     if full["global_batch_size"] is None:
         steps = full["num_steps_per_rollout"]
-        if steps < 1 or made % steps:
+        if made % steps:
             raise InvalidArgument(
                 explain(
                     "dividing a rollout step into optimizer steps",
@@ -322,6 +498,15 @@ def validate(values: Mapping[str, Any]) -> dict[str, Any]:
                 )
             )
         full["global_batch_size"] = made // steps
+    if values.get("micro_batch_size") is None:
+        full["micro_batch_size"] = min(full["micro_batch_size"], full["global_batch_size"])
+    if full["micro_batch_size"] > full["global_batch_size"]:
+        raise _refused(
+            "--micro-batch-size",
+            f"at most the samples of an optimizer step, {full['global_batch_size']}",
+            full["micro_batch_size"],
+            "give a smaller --micro-batch-size, or a larger --global-batch-size",
+        )
     if full["over_sampling_batch_size"] is None:
         full["over_sampling_batch_size"] = full["rollout_batch_size"]
     if full["use_kl_loss"] and full["kl_coef"]:
@@ -342,26 +527,6 @@ def validate(values: Mapping[str, Any]) -> dict[str, Any]:
                 expected="--seq-length, the width that engine and trainer share",
                 found="no --seq-length",
                 do="give --seq-length at least the longest prompt plus --rollout-max-response-len",
-            )
-        )
-    for name in ("num_rollout", "save_interval", "num_threads", "n_eval_prompts"):
-        if full[name] < 1:
-            raise InvalidArgument(
-                explain(
-                    "checking the options",
-                    on="--" + name.replace("_", "-"),
-                    expected="at least 1",
-                    found=full[name],
-                )
-            )
-    if full["rollout_temperature"] <= 0:
-        raise InvalidArgument(
-            explain(
-                "checking the options",
-                on="--rollout-temperature",
-                expected="above 0: training needs samples, and log-probs are taken at this "
-                "temperature",
-                found=full["rollout_temperature"],
             )
         )
     return full

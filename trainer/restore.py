@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ledger.errors import Diverged, NotFound, explain
 from ledger.events import CheckpointSaved, StepCommitted
 from ledger.store import Ledger
@@ -69,7 +71,8 @@ def check_checkpoint(ledger: Ledger, history: History, version: int) -> Path:
                 on=where,
                 expected=f"the folder {folder}, as its checkpoint_saved event says",
                 found="no such folder",
-                do="put the folder back from a copy, or name a version before it",
+                do="put the folder back from a copy, or pass --ignore-checkpoint "
+                f"{version} to ledger-train, which runs the steps before it again",
             )
         )
     check_files(
@@ -134,9 +137,20 @@ def replay_steps(
     """Run the recorded steps that made `versions` again, in order, each with its own settings.
 
     `state` must be that of the parent of the first one. The batch is read from the ledger as it
-    stood when the step read it: what was scored again since does not change the past. Each step is
-    yielded with the first difference, if any; the caller decides whether to go on.
+    stood when the step read it: what was scored again since does not change the past. Each step
+    runs with the thread count it was recorded with, and is yielded with the first difference, if
+    any; the caller decides whether to go on.
     """
+    threads = torch.get_num_threads()
+    try:
+        yield from _replay_groups(state, ledger, history, versions, reference)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _replay_groups(
+    state: TrainState, ledger: Ledger, history: History, versions: Sequence[int], reference: Any
+) -> Iterator[StepAgain]:
     for _, group in groupby(
         versions, key=lambda v: (history.branch_of[v], history.steps[v].rollout_step)
     ):
@@ -144,6 +158,7 @@ def replay_steps(
         settings = recorded_settings(recorded[0])
         reader = ledger.reader(history.run_id, branch=None, as_of=recorded[0].read_seq)
         reconfigure(state, settings.optimizer)
+        torch.set_num_threads(recorded[0].num_threads)
         planned = [
             PlannedStep(
                 step=one.step,
@@ -176,16 +191,17 @@ def restore(
     parallel: ParallelSettings,
     optimizer: OptimizerSettings,
     seed: int,
+    ignore: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> TrainState:
     """The exact state of `version`: weights, optimizer, schedule and random state.
 
     `optimizer` are the settings to start the nearest checkpoint's state with; steps that are run
-    again take their own. `tell` hears what is going on. Raises what `load_version` raises, and
-    Diverged where a step that is run again does not give the recorded bits: then nothing can be
-    built on it here.
+    again take their own. `ignore` is as in `History.from_checkpoint`; `tell` hears what is going
+    on. Raises what `load_version` raises, and Diverged where a step that is run again does not give
+    the recorded bits: then nothing can be built on it here.
     """
-    start, *following = history.from_checkpoint(version)
+    start, *following = history.from_checkpoint(version, ignore)
     state = load_version(ledger, history, start, parallel=parallel, optimizer=optimizer, seed=seed)
     if not following:
         return state

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ledger.errors import InvalidArgument, explain
+from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.events import StepCommitted
 from ledger.reader import Reader
 from trainer.batch import Batch, load_batch
@@ -89,19 +89,22 @@ def take_rollout(
 ) -> Iterator[tuple[PlannedStep, Batch, StepResult]]:
     """Take the steps of one rollout in order; `state` is that after each step when it is yielded.
 
-    `planned` are consecutive steps of one rollout, from the first that is trained here. Raises what
-    `load_batch` and `run_step` raise.
+    `planned` are consecutive steps of one rollout, from the first that is trained here. Where that
+    is not the rollout's own first step, the old log-probs are those recorded when the samples were
+    first trained on. Raises what `load_batch` and `run_step` raise.
     """
     batches: list[tuple[Batch, float]] = []
     for plan in planned:
         began = time.perf_counter()
         batches.append((load_batch(reader, plan.indices), time.perf_counter() - began))
     old: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
-    if not algorithm.use_rollout_logprobs:
+    if planned[0].step_in_rollout and not algorithm.use_rollout_logprobs:
+        # A fork in the middle of a rollout: the policy before its first step is not this state,
+        # but the steps that were recorded say what it thought.
+        old = [_recorded_old_log_probs(reader, batch) for batch, _ in batches]
+    elif not algorithm.use_rollout_logprobs:
         # The first step's are the detached current ones, bit for bit: no forward is needed.
         old[1:] = [score_policy(state, batch, algorithm, sizes) for batch, _ in batches[1:]]
-        if planned[0].step_in_rollout:
-            old[0] = score_policy(state, batches[0][0], algorithm, sizes)
     for plan, (batch, data_time_s), old_log_probs_N in zip(planned, batches, old, strict=True):
         result = run_step(
             state,
@@ -118,3 +121,30 @@ def take_rollout(
             data_time_s=data_time_s,
         )
         yield plan, batch, result
+
+
+def _recorded_old_log_probs(reader: Reader, batch: Batch) -> npt.NDArray[np.float32]:
+    """[N] What the policy before the rollout's first step gave, from the first signal recorded.
+
+    Raises NotFound where a sample of the batch has none.
+    """
+    signals = reader.table("signal_recorded", ["index", "log_probs"])
+    indices_S = signals["index"].to_numpy()
+    rows = []
+    for index in batch.indices_B.tolist():
+        found = np.flatnonzero(indices_S == index)
+        if not len(found):
+            raise NotFound(
+                explain(
+                    "going on in the middle of a rollout",
+                    on=f"sample {index}",
+                    expected="a signal_recorded event with the log-probs of the policy before the "
+                    "rollout's first step",
+                    found="none",
+                    do="fork at a version between two rollouts, or give --use-rollout-logprobs",
+                )
+            )
+        rows.append(int(found[0]))
+    taken = signals["log_probs"].take(rows).combine_chunks()
+    values: npt.NDArray[np.float32] = taken.flatten().to_numpy()
+    return values

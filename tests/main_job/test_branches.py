@@ -67,7 +67,7 @@ def test_a_branch_with_another_estimator_trains_on_the_recorded_samples(copied: 
     result = retrain(ledger, 1, advantage_estimator="rloo")
     assert result["branch"] == "v1-rloo"
     assert result["steps"] == 3
-    assert result["weight_version"] == 7
+    assert result["weight_version"] == 1_000_004
     with open_ledger(ledger) as opened:
         everything = opened.reader("run", branch=None)
         steps = everything.sql(
@@ -79,14 +79,23 @@ def test_a_branch_with_another_estimator_trains_on_the_recorded_samples(copied: 
         main = [s for s in steps if s["branch"] == "main"]
         branch = [s for s in steps if s["branch"] == "v1-rloo"]
         assert [s["indices"] for s in branch] == [s["indices"] for s in main[1:]]
-        assert [s["v"] for s in branch] == [1, 5, 6]
+        assert [s["v"] for s in branch] == [1, 1_000_002, 1_000_003]
         assert {s["estimator"] for s in branch} == {"rloo"}
         # What other weights sampled is trained against what they said of it.
         assert {str(s["engines"]) for s in branch} == {"true"}
         # The branch that was there stays as it was.
         assert opened.content_digest("run", "main").hex() == before["content_digest"]
         tree = {v.weight_version: v.parent_version for v in opened.versions("run")}
-        assert tree == {0: None, 1: 0, 2: 1, 3: 2, 4: 3, 5: 1, 6: 5, 7: 6}
+        assert tree == {
+            0: None,
+            1: 0,
+            2: 1,
+            3: 2,
+            4: 3,
+            1_000_002: 1,
+            1_000_003: 1_000_002,
+            1_000_004: 1_000_003,
+        }
 
 
 def test_the_same_settings_on_the_recorded_samples_give_the_first_step_again(copied: Run) -> None:
@@ -95,8 +104,8 @@ def test_the_same_settings_on_the_recorded_samples_give_the_first_step_again(cop
     retrain(ledger, 2, use_rollout_logprobs=False, branch="again")
     with open_ledger(ledger) as opened:
         roots = {v.weight_version: v.root for v in opened.versions("run")}
-    assert roots[5] == roots[3]
-    assert roots[6] == roots[4]
+    assert roots[1_000_003] == roots[3]
+    assert roots[1_000_004] == roots[4]
 
 
 def test_fresh_rollouts_other_optimizer_and_a_fork_of_a_fork(copied: Run) -> None:
@@ -117,9 +126,9 @@ def test_fresh_rollouts_other_optimizer_and_a_fork_of_a_fork(copied: Run) -> Non
     assert [r["branch"] for r in rows] == ["main", "fresh"]
     assert rows[0]["high"] < rows[1]["low"], "samples have numbers of their own"
     assert rates["lr"].to_pylist() == [1e-3, 1e-3, 2e-3, 2e-3]
-    assert versions == [2, 5], "sampled by the branch's own weights"
-    second = retrain(ledger, 5, advantage_estimator="mean_baseline")
-    assert second["branch"] == "v5-mean-baseline"
+    assert versions == [2, 1_000_003], "sampled by the branch's own weights"
+    second = retrain(ledger, 1_000_003, advantage_estimator="mean_baseline")
+    assert second["branch"] == "v1000003-mean-baseline"
     assert second["steps"] == 1
     initialize(ParallelSettings(), seed=42, num_threads=1, deterministic=True)
     with open_ledger(ledger) as opened:
@@ -216,7 +225,116 @@ def test_evaluations_are_bound_to_versions_and_prompts_are_the_same(
             )
             .to_pylist()
         )
-    assert [r["v"] for r in rows] == [0, 1, 2, 3, 4]
-    assert {r["branch"] for r in rows if r["v"] in (1, 4)} == {"v1-rloo"}
+    assert [r["v"] for r in rows] == [0, 1, 2, 3, 1_000_002]
+    assert {r["branch"] for r in rows if r["v"] in (1, 1_000_002)} == {"v1-rloo"}
     assert {json.dumps(r["source_rows"]) for r in rows} == {"[0, 1, 2, 3, 4]"}
     assert {r["seed"] for r in rows} == {derive_seed("evaluation", 42)}
+
+
+def test_a_fresh_fork_with_unchanged_settings_is_the_branch_it_left(copied: Run) -> None:
+    """Same seeds, same prompts, same weights, whatever else the run has done meanwhile."""
+    ledger, before = copied
+    retrain(ledger, 1, advantage_estimator="rloo", data="fresh", branch="other")
+    retrain(ledger, 2, data="fresh", branch="same", num_rollout=4)
+    with open_ledger(ledger) as opened:
+        roots = {v.weight_version: v.root for v in opened.versions("run")}
+        assert roots[2_000_003] == roots[3]
+        assert roots[2_000_004] == roots[4]
+        tokens = (
+            opened.reader("run", branch=None)
+            .sql(
+                "select branch, list(tokens order by index) as t from segment_generated "
+                "where rollout_step in (2, 3) and branch <> 'other' group by branch"
+            )
+            .to_pylist()
+        )
+    assert len(tokens) == 2
+    assert tokens[0]["t"] == tokens[1]["t"]
+    assert before["weights_root"] == roots[4].hex()
+
+
+def test_a_fork_leaves_the_rest_of_its_parent_as_it_would_have_been(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    train(tmp_path / "a", tiny_dense, num_rollout=2)
+    retrain(tmp_path / "a", 1, data="fresh", lr=5e-4)
+    forked = train(tmp_path / "a", tiny_dense, num_rollout=3)
+    alone = train(tmp_path / "b", tiny_dense, num_rollout=3)
+    assert forked["content_digest"] == alone["content_digest"]
+    assert forked["weights_root"] == alone["weights_root"]
+
+
+def test_a_fork_in_the_middle_of_a_rollout_keeps_the_old_policy(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    """Version 1 lies between the two steps of rollout 0: old log-probs are those of version 0."""
+    ledger = tmp_path / "ledger"
+    train(ledger, tiny_dense, num_steps_per_rollout=2)
+    retrain(ledger, 1, use_rollout_logprobs=False, branch="middle")
+    with open_ledger(ledger) as opened:
+        roots = {v.weight_version: v.root for v in opened.versions("run")}
+    assert roots[1_000_002] == roots[2]
+    assert roots[1_000_004] == roots[4]
+
+
+def test_a_fresh_fork_of_a_branch_on_recorded_data_takes_new_prompts(copied: Run) -> None:
+    ledger, _ = copied
+    recorded = retrain(ledger, 1, advantage_estimator="rloo")
+    retrain(ledger, recorded["weight_version"], data="fresh", branch="on", num_rollout=5)
+    with open_ledger(ledger) as opened:
+        everything = opened.reader("run", branch=None)
+        trained = everything.sql(
+            """
+            select distinct p.source_row from
+                (select unnest(indices) as index from step_committed where branch <> 'on') as t
+                join (select source_row, unnest(indices) as index from prompt_issued) as p
+                on p.index = t.index
+            """
+        )["source_row"].to_pylist()
+        fresh = everything.sql("select source_row from prompt_issued where branch = 'on'")
+    assert len(trained) >= 8
+    assert fresh.num_rows
+    assert not set(fresh["source_row"].to_pylist()) & set(trained)
+
+
+def test_options_that_recorded_trajectories_cannot_follow_are_refused(dense_run: Run) -> None:
+    for options in ({"task": "addition"}, {"rollout_batch_size": 1}, {"num_steps_per_rollout": 2}):
+        with pytest.raises(InvalidArgument, match="--data fresh"):
+            retrain(dense_run[0], 1, **options)
+
+
+def test_a_lost_checkpoint_can_be_passed_over(
+    copied: Run, tiny_dense: Path, tmp_path: Path
+) -> None:
+    ledger, _ = copied
+    shutil.rmtree(ledger / "checkpoints" / "run" / "v000004")
+    with pytest.raises(NotFound, match="--ignore-checkpoint 4"):
+        train(ledger, num_rollout=5)
+    longer = train(ledger, num_rollout=5, ignore_checkpoint=4)
+    whole = train(tmp_path / "whole", tiny_dense, num_rollout=5)
+    assert longer["weights_root"] == whole["weights_root"]
+
+
+def test_a_second_trainer_takes_the_branch_over_and_the_first_one_stops(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    """The first is overtaken between two of its steps; the second ends as if it were alone."""
+    from ledger.errors import FencedOff
+    from ledger.writer import Writer
+
+    ledger = tmp_path / "ledger"
+    append, results = Writer.append, []
+
+    def overtaken(writer: Writer, events: Any, **keywords: Any) -> Any:
+        kinds = {type(e).KIND for e in events}
+        if "step_committed" in kinds and not results:
+            results.append(None)
+            results.append(train(ledger, tiny_dense))
+        return append(writer, events, **keywords)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Writer, "append", overtaken)
+        with pytest.raises(FencedOff):
+            train(ledger, tiny_dense)
+    whole = train(tmp_path / "whole", tiny_dense)
+    assert results[1]["content_digest"] == whole["content_digest"]
