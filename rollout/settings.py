@@ -45,7 +45,9 @@ class RolloutSettings:
                 raise InvalidArgument(
                     explain(
                         "checking the rollout settings",
-                        on=f"--{name.replace('_', '-')}",
+                        on="--rollout-max-rounds"
+                        if name == "max_rounds"
+                        else f"--{name.replace('_', '-')}",
                         expected="at least 1",
                         found=value,
                     )

@@ -446,7 +446,9 @@ def check_values(values: Mapping[str, Any]) -> None:
         if value is None:
             continue
         expected: object = None
-        if option.within is not None and value not in option.within:
+        if isinstance(value, float) and not math.isfinite(value):
+            expected = "a finite number"
+        elif option.within is not None and value not in option.within:
             expected = option.within
         elif option.type is str and not value:
             expected = "a text that is not empty"

@@ -335,6 +335,8 @@ def check_settings(settings: OptimizerSettings) -> None:
         )
     if settings.lr_warmup_iters < 0:
         raise _wrong("--lr-warmup-iters", "0 or more", settings.lr_warmup_iters)
+    if not 0 <= settings.lr < math.inf:
+        raise _wrong("--lr", "a finite number, at least 0", settings.lr)
     if not 0 <= settings.min_lr <= settings.lr:
         raise _wrong("--min-lr", f"between 0 and --lr {settings.lr}", settings.min_lr)
     if settings.use_distributed_optimizer:
