@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from ledger.errors import InvalidArgument, explain
-from rollout.imports import is_import_path, load_object
+from rollout.imports import IMPORT_PATH, is_import_path, load_function
 from rollout.rewards import ScoredSample
+
+_SETTING = "--dynamic-sampling-filter-path"
 
 __all__ = ["DynamicFilterOutput", "GroupFilter", "check_reward_nonzero_std", "create_filter"]
 
@@ -48,10 +50,12 @@ def _keep_all(args: Any, samples: Sequence[ScoredSample]) -> DynamicFilterOutput
 def create_filter(name: str) -> GroupFilter:
     """A filter by name ('check_reward_nonzero_std', 'none') or import path.
 
-    A custom one may return `DynamicFilterOutput`, anything with `keep` and `reason`, or a bool.
+    A custom one may return `DynamicFilterOutput`, anything with `keep` and `reason`, or a bool;
+    numpy's bools are taken too.
 
     Raises:
-        InvalidArgument: no filter of that name, or (when called) an answer that is none of these.
+        InvalidArgument: no filter of that name, or (when called) an exception of the custom one,
+            or an answer that is none of these.
     """
     if name == "check_reward_nonzero_std":
         return check_reward_nonzero_std
@@ -61,26 +65,40 @@ def create_filter(name: str) -> GroupFilter:
         raise InvalidArgument(
             explain(
                 "making a dynamic filter",
-                on=f"--dynamic-sampling-filter-path {name}",
-                expected="check_reward_nonzero_std, none, or package.module.function",
+                on=_SETTING,
+                expected=f"check_reward_nonzero_std, none, or {IMPORT_PATH}",
+                found=repr(name),
             )
         )
-    function = load_object(name, what="dynamic filter")
+    function = load_function(name, setting=_SETTING)
 
     def custom(args: Any, samples: Sequence[ScoredSample]) -> DynamicFilterOutput:
-        found = function(args, list(samples))
-        if isinstance(found, bool):
-            return DynamicFilterOutput(keep=found, reason=None if found else f"dropped by {name}")
-        keep, reason = getattr(found, "keep", None), getattr(found, "reason", None)
-        if not isinstance(keep, bool):
+        where = f"{_SETTING} {name}, group {samples[0].group_index}"
+        try:
+            found = function(args, list(samples))
+        except Exception as error:
             raise InvalidArgument(
                 explain(
                     "filtering a group",
-                    on=f"group {samples[0].group_index} with {name}",
+                    on=where,
+                    expected="a bool or an object with keep and reason",
+                    found=f"{type(error).__name__}: {error}",
+                )
+            ) from error
+        if isinstance(found, (bool, np.bool_)):
+            return DynamicFilterOutput(
+                keep=bool(found), reason=None if found else f"dropped by {name}"
+            )
+        keep, reason = getattr(found, "keep", None), getattr(found, "reason", None)
+        if not isinstance(keep, (bool, np.bool_)):
+            raise InvalidArgument(
+                explain(
+                    "filtering a group",
+                    on=where,
                     expected="a bool or an object with keep and reason",
                     found=repr(found),
                 )
             )
-        return DynamicFilterOutput(keep=keep, reason=None if reason is None else str(reason))
+        return DynamicFilterOutput(keep=bool(keep), reason=None if reason is None else str(reason))
 
     return custom

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ledger.canonical import canonical_json
-from ledger.errors import InvalidArgument, explain
 from ledger.events import (
     PromptIssued,
     RoutingRecorded,
@@ -21,7 +19,7 @@ from ledger.events import (
 )
 from rollout.history import IssuedGroup
 from rollout.protocol import Engine, GenerationResult, SamplingParams
-from rollout.rewards import Reward, RewardFunction, ScoredSample
+from rollout.rewards import Reward, RewardFunction, ScoredSample, checked_reward
 
 __all__ = [
     "prompt_issued",
@@ -124,23 +122,15 @@ def sample_scored(sample: ScoredSample, reward: Reward, verifier: RewardFunction
     """The event of a score.
 
     Raises:
-        InvalidArgument: the reward is not a finite number.
+        InvalidArgument: the reward or a part of it is not a finite number.
     """
-    if not math.isfinite(reward.value):
-        raise InvalidArgument(
-            explain(
-                "scoring a sample",
-                on=f"sample {sample.index} with {verifier.name}",
-                expected="a finite reward",
-                found=reward.value,
-            )
-        )
+    reward = checked_reward(reward, on=f"reward {verifier.name}, sample {sample.index}")
     return SampleScored(
         index=sample.index,
         rollout_id=sample.rollout_id,
         group_index=sample.group_index,
-        raw_reward=float(reward.value),
-        reward=float(reward.value),
+        raw_reward=reward.value,
+        reward=reward.value,
         part_names=sorted(reward.parts),
         part_values=np.array([reward.parts[k] for k in sorted(reward.parts)], dtype=np.float64),
         verifier=verifier.name,

@@ -14,11 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ledger.errors import InvalidArgument, explain
-from rollout.imports import is_import_path, load_object
+from rollout.imports import IMPORT_PATH, is_import_path, load_function
 
-__all__ = ["REWARD_NAMES", "Reward", "RewardFunction", "ScoredSample", "create_reward"]
+__all__ = [
+    "REWARD_NAMES",
+    "Reward",
+    "RewardFunction",
+    "ScoredSample",
+    "checked_reward",
+    "create_reward",
+]
 
-REWARD_NAMES = ("exact_line", "reasoning_gym:<dataset>", "package.module.function")
+_SETTING = "--custom-rm-path"
+
+REWARD_NAMES = ("exact_line", "reasoning_gym:<dataset>", IMPORT_PATH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,46 +132,86 @@ class CustomReward:
 
     def __init__(self, path: str, args: Any) -> None:
         """Raises InvalidArgument where `path` names no function of one or two arguments."""
-        self._function, self._args, self.name = load_object(path, what="reward"), args, path
+        self._function, self._args, self.name = load_function(path, setting=_SETTING), args, path
         self._count = _count_arguments(self._function)
         if self._count not in (1, 2):
             raise InvalidArgument(
                 explain(
                     "loading a custom reward",
-                    on=path,
+                    on=f"{_SETTING} {path}",
                     expected="f(sample) or f(args, sample)",
-                    found=f"{self._count} arguments",
+                    found="a signature that cannot be read"
+                    if self._count is None
+                    else f"a function of {self._count} arguments",
                 )
             )
 
     def __call__(self, sample: ScoredSample) -> Reward:
-        """Call it. A number or a `Reward` may come back, or an awaitable of one."""
-        found = self._function(*((sample,) if self._count == 1 else (self._args, sample)))
-        if inspect.isawaitable(found):
-            found = asyncio.run(_resolve(found))
-        if isinstance(found, Reward):
-            return found
-        if isinstance(found, (int, float, np.number)) and math.isfinite(float(found)):
-            return Reward(value=float(found))
-        raise InvalidArgument(
-            explain(
-                "scoring a sample",
-                on=f"sample {sample.index} with {self.name}",
-                expected="a finite number or a rollout.rewards.Reward",
-                found=repr(found),
-            )
-        )
+        """Call it. A number or a `Reward` may come back, or an awaitable of one.
+
+        Raises InvalidArgument: anything else came back, or it raised (its exception is the cause).
+        """
+        try:
+            found = self._function(*((sample,) if self._count == 1 else (self._args, sample)))
+            if inspect.isawaitable(found):
+                found = asyncio.run(_resolve(found))
+        except Exception as error:
+            raise InvalidArgument(
+                explain(
+                    "scoring a sample",
+                    on=f"{_SETTING} {self.name}, sample {sample.index}",
+                    expected="a finite number or a rollout.rewards.Reward",
+                    found=f"{type(error).__name__}: {error}",
+                )
+            ) from error
+        return checked_reward(found, on=f"{_SETTING} {self.name}, sample {sample.index}")
+
+
+def checked_reward(found: object, *, on: str) -> Reward:
+    """`found`, a number or a `Reward`, as a `Reward` of plain finite floats.
+
+    Numbers of numpy, and of whatever else becomes one float, are taken. `on` says in the message
+    which reward it was, of which sample. Raises InvalidArgument for anything else, a NaN included.
+    """
+    if not isinstance(found, Reward):
+        return Reward(value=_number(found, on, "a finite number or a rollout.rewards.Reward"))
+    value = _number(found.value, on, "a Reward whose value is a finite number")
+    if not isinstance(found.parts, Mapping) or not all(isinstance(k, str) for k in found.parts):
+        raise _not_a_reward(on, "a Reward whose parts are a mapping of names", repr(found.parts))
+    parts = {
+        name: _number(part, f"{on}, part {name!r}", "a finite number")
+        for name, part in found.parts.items()
+    }
+    return Reward(value=value, parts=parts)
+
+
+def _number(found: object, on: str, expected: str) -> float:
+    try:
+        # Texts have no __float__: "1.0" is not taken for a number.
+        number = float(found) if hasattr(type(found), "__float__") else math.nan  # type: ignore[arg-type]
+    except Exception as error:
+        raise _not_a_reward(on, expected, repr(found)) from error
+    if not math.isfinite(number):
+        raise _not_a_reward(on, expected, repr(found))
+    return number
+
+
+def _not_a_reward(on: str, expected: str, found: str) -> InvalidArgument:
+    return InvalidArgument(explain("scoring a sample", on=on, expected=expected, found=found))
 
 
 async def _resolve(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _count_arguments(function: Any) -> int:
+def _count_arguments(function: Any) -> int | None:
+    """Arguments that have to be given; None where that cannot be known."""
     try:
-        return len(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return 0
+        return None
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return sum(p.default is p.empty and p.kind not in variable for p in parameters)
 
 
 def create_reward(name: str, *, args: Any = None, strict: bool = True) -> RewardFunction:
@@ -180,5 +229,10 @@ def create_reward(name: str, *, args: Any = None, strict: bool = True) -> Reward
     if is_import_path(name):
         return CustomReward(name, args)
     raise InvalidArgument(
-        explain("making a reward", on=name, expected=f"one of {', '.join(REWARD_NAMES)}")
+        explain(
+            "making a reward",
+            on=_SETTING,
+            expected=f"one of {', '.join(REWARD_NAMES)}",
+            found=repr(name),
+        )
     )

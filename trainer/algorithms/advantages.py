@@ -79,7 +79,7 @@ def estimate_advantages(batch: RewardBatch, settings: AlgorithmSettings) -> npt.
     """Advantages [N] float32 by `settings.advantage_estimator`, whitened if the settings say so.
 
     0 wherever the loss mask is 0. Raises InvalidArgument: unknown estimator; a custom one that
-    returned another shape or dtype, or values that are not finite.
+    raised, or returned another shape or dtype, or values that are not finite.
     """
     estimator = resolve(ESTIMATORS, settings.advantage_estimator, setting="--advantage-estimator")
     advantages_N: object = estimator(batch, settings)

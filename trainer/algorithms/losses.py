@@ -82,22 +82,38 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo_clip": ppo_clip}
 def policy_loss(inputs: LossInputs, settings: AlgorithmSettings) -> TokenLoss:
     """The loss of each token by `settings.policy_loss`.
 
-    Raises InvalidArgument: unknown loss; a custom one that returned another type, shape or dtype.
+    Raises InvalidArgument: unknown loss; a custom one that raised, returned another type, shape or
+    dtype, or a loss without a gradient where `log_probs_BT` has one.
     """
     name = settings.policy_loss
     result: object = resolve(POLICY_LOSSES, name, setting="--policy-loss")(inputs, settings)
     shape = tuple(inputs.log_probs_BT.shape)
     if not isinstance(result, TokenLoss):
         found = type(result).__name__
+    elif not isinstance(result.loss_BT, torch.Tensor):
+        found = f"loss_BT that is a {type(result.loss_BT).__name__}"
     elif result.loss_BT.shape != shape or result.loss_BT.dtype != torch.float32:
         found = f"{result.loss_BT.dtype}, shape {tuple(result.loss_BT.shape)}"
+    elif any(
+        not isinstance(clipped_BT, torch.Tensor)
+        or clipped_BT.shape != shape
+        or clipped_BT.dtype != torch.bool
+        for clipped_BT in (result.clipped_low_BT, result.clipped_high_BT)
+    ):
+        found = "clipped_low_BT or clipped_high_BT that is not a bool tensor of this shape"
+    elif (
+        torch.is_grad_enabled()
+        and inputs.log_probs_BT.requires_grad
+        and not result.loss_BT.requires_grad
+    ):
+        found = "a loss that does not depend on log_probs_BT: it has no gradient"
     else:
         return result
     raise InvalidArgument(
         explain(
             "computing the policy loss",
             on=f"--policy-loss {name}",
-            expected=f"a TokenLoss with float32 loss_BT of shape {shape}",
+            expected=f"a TokenLoss with float32 loss_BT and bool clips, each of shape {shape}",
             found=found,
         )
     )

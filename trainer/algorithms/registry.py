@@ -16,33 +16,33 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def resolve(registry: Mapping[str, _F], name: str, *, setting: str) -> _F:
     """The function that `name` stands for.
 
-    `name` is a key of `registry`, or "package.module:function" for one's own; the caller checks
-    what such a function returns. `setting` is the command-line name, for the message.
+    `name` is a key of `registry`, or "module:function" (or "package.module.function") for one's
+    own; what such a function raises becomes InvalidArgument, and the caller checks what it returns.
+    `setting` is the command-line name, for the message.
 
     Raises InvalidArgument: an unknown name (the known ones are listed), a module that cannot be
     imported (its own exception is the cause), or a path that is not callable.
     """
-    if ":" not in name:
-        found = registry.get(name)
-        if found is None:
-            raise InvalidArgument(
-                explain(
-                    "looking up an algorithm",
-                    on=setting,
-                    expected=f"one of {', '.join(sorted(registry))}; or package.module:function",
-                    found=repr(name),
-                )
+    if name in registry:
+        return registry[name]
+    if ":" not in name and "." not in name:
+        raise InvalidArgument(
+            explain(
+                "looking up an algorithm",
+                on=setting,
+                expected=f"one of {', '.join(sorted(registry))}; or module:function",
+                found=repr(name),
             )
-        return found
-    module_name, _, attribute = name.partition(":")
+        )
+    module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     try:
         custom: Any = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise InvalidArgument(
             explain(
                 "importing a custom algorithm",
                 on=setting,
-                expected="an importable package.module:function",
+                expected="an importable module:function (or package.module.function)",
                 found=f"{name!r} ({type(error).__name__}: {error})",
                 do="check the spelling, and that the module is on PYTHONPATH",
             )
@@ -56,4 +56,34 @@ def resolve(registry: Mapping[str, _F], name: str, *, setting: str) -> _F:
                 found=f"{name!r} is a {type(custom).__name__}",
             )
         )
-    return custom  # type: ignore[no-any-return]
+    return _translating(custom, name, setting)  # type: ignore[return-value]
+
+
+def _translating(custom: Callable[..., Any], name: str, setting: str) -> Callable[..., Any]:
+    """`custom`, whose own exceptions become InvalidArgument that name the setting."""
+
+    def called(batch: Any, settings: Any) -> Any:
+        try:
+            return custom(batch, settings)
+        except Exception as error:
+            raise InvalidArgument(
+                explain(
+                    "calling a custom algorithm",
+                    on=f"{setting} {name}, {_size(batch)}",
+                    expected=f"a function of ({type(batch).__name__}, {type(settings).__name__})",
+                    found=f"{type(error).__name__}: {error}",
+                    do="its traceback is the cause of this exception",
+                )
+            ) from error
+
+    return called
+
+
+def _size(batch: Any) -> str:
+    """Which data it was, in words: the samples of an estimator, the rows of a loss."""
+    rollouts = getattr(batch, "rollout_id_B", None)
+    if rollouts is not None:
+        shown = ", ".join(str(r) for r in rollouts[:4]) + (", …" if len(rollouts) > 4 else "")
+        return f"batch of {len(rollouts)} samples, rollouts {shown}"
+    log_probs = getattr(batch, "log_probs_BT", None)
+    return "micro-batch" if log_probs is None else f"micro-batch {list(log_probs.shape)}"
