@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,25 +53,30 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir) / "config.json"
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
         raise NotFound(
             explain(
                 "reading a model",
                 on=str(model_dir),
                 expected="a Hugging Face model folder with config.json",
-                found="no config.json",
+                found="no config.json" if absent else f"{type(error).__name__}: {error}",
                 do="check --hf-checkpoint",
             )
-        ) from None
+        ) from error
+    except UnicodeDecodeError as error:
+        raise Corrupt(
+            explain("reading a model", on=str(path), expected="JSON in UTF-8", found=error)
+        ) from error
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Corrupt(
             explain("reading a model", on=str(path), expected="JSON", found=error)
         ) from error
     if not isinstance(config, dict):
         raise Corrupt(
-            explain("reading a model", on=str(path), expected="a JSON object", found=type(config))
+            explain("reading a model", on=str(path), expected="a JSON object", found=text[:40])
         )
     return config
 
@@ -81,10 +87,10 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     Raises InvalidArgument, naming the key, for an architecture or a feature that cannot be built: a
     feature that was ignored in silence would show as other logits.
     """
-    names = hf_config.get("architectures") or ["(none)"]
-    name = str(names[0])
+    names = hf_config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
     if name not in SUPPORTED:
-        raise _unsupported("architectures", f"one of {', '.join(SUPPORTED)}", ", ".join(names))
+        raise _unsupported("architectures", f"a list with one of {', '.join(SUPPORTED)}", names)
     _require(hf_config, "hidden_act", ("silu",))
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         _require(hf_config, key, (False, None))
@@ -109,10 +115,10 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         intermediate_size=_integer(hf_config, "intermediate_size"),
         num_hidden_layers=_integer(hf_config, "num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=int(hf_config.get("num_key_value_heads") or heads),
-        head_dim=int(hf_config.get("head_dim") or hidden // heads),
+        num_key_value_heads=_integer(hf_config, "num_key_value_heads", default=heads),
+        head_dim=_integer(hf_config, "head_dim", default=hidden // heads),
         max_position_embeddings=_integer(hf_config, "max_position_embeddings"),
-        rms_norm_eps=float(hf_config["rms_norm_eps"]),
+        rms_norm_eps=_number("rms_norm_eps", hf_config.get("rms_norm_eps")),
         rope_theta=_rope_theta(hf_config),
         tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
         qk_norm=name.startswith("Qwen3"),
@@ -125,16 +131,25 @@ def _rope_theta(hf_config: Mapping[str, Any]) -> float:
     parameters = hf_config.get("rope_parameters") or {}
     scaling = hf_config.get("rope_scaling") or {}
     for key, found in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(found, Mapping):
+            raise _unsupported(key, "an object", found)
         kind = found.get("rope_type", found.get("type", "default"))
         if kind != "default":
             raise _unsupported(key, "rotary positions without scaling ('default')", kind)
     theta = parameters.get("rope_theta", hf_config.get("rope_theta"))
-    if theta is None:
-        raise _unsupported("rope_theta", "a number, here or in rope_parameters", "none")
-    return float(theta)
+    return _number("rope_theta (here or in rope_parameters)", theta)
 
 
-def _integer(hf_config: Mapping[str, Any], *keys: str) -> int:
+def _number(key: str, value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    raise _unsupported(key, "a number above 0", value)
+
+
+def _integer(hf_config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of `keys` that is set; `default`, if there is one, where none of them is."""
+    if default is not None and all(hf_config.get(key) is None for key in keys):
+        return default
     for key in keys:
         value = hf_config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -154,7 +169,7 @@ def _unsupported(key: str, expected: object, found: object) -> InvalidArgument:
             "building a model from its Hugging Face configuration",
             on=key,
             expected=expected,
-            found=found,
+            found="nothing" if found is None else found,
             do="use a model of a supported architecture, or add it to trainer/architecture.py",
         )
     )

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ledger.errors import Conflict, InvalidArgument, NotFound, explain
+from ledger.errors import Conflict, InvalidArgument, explain
 from ledger.events import UNKNOWN_VERSION
 from rollout.engines.decoding import Decoded, Scored, decode_batch, score_batch
+from rollout.engines.loading import load_model
 from rollout.engines.parameters import canonical_views, check_named, record_views
 from rollout.engines.routing import RoutingRecorder, count_experts
 from rollout.protocol import GenerationRequest, GenerationResult, SamplingParams, check_request
-from rollout.quiet import without_progress_bars
 
 if TYPE_CHECKING:
     from ledger.weights import TensorRecord
@@ -63,22 +63,11 @@ class TransformersEngine:
         the gate weights too.
 
         Raises:
-            NotFound: the folder or its config.json is not there.
+            NotFound, Corrupt, InvalidArgument: as `rollout.engines.loading.load_model`.
             InvalidArgument: an option that cannot work, or routers that are not recognised.
         """
         import transformers
 
-        path = Path(model_dir)
-        if not (path / "config.json").is_file():
-            raise NotFound(
-                explain(
-                    "loading a model",
-                    on=str(path),
-                    expected="a Hugging Face folder with config.json and model.safetensors",
-                    found="no config.json" if path.is_dir() else "no such folder",
-                    do="make one: python -m rollout.models tiny --output DIR",
-                )
-            )
         for option, value in (
             ("max_batch_rows", max_batch_rows),
             ("micro_batch_rows", micro_batch_rows),
@@ -89,13 +78,9 @@ class TransformersEngine:
                     explain("loading a model", on=option, expected="at least 1", found=value)
                 )
         self.version = transformers.__version__
-        with without_progress_bars():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, dtype),
-                attn_implementation=attn_implementation,
-                local_files_only=True,
-            )
+        model = load_model(
+            Path(model_dir), dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+        )
         self._model: Any = model.to(device).eval()
         config = self._model.config
         self.vocab_size = int(config.vocab_size)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ledger.errors import Corrupt, NotFound, explain
+from ledger.errors import Corrupt, NotFound, StorageFailed, explain
 
 __all__ = ["WEIGHTS_FILE", "read_safetensors", "write_safetensors"]
 
@@ -22,7 +22,8 @@ _INDEX_FILE = "model.safetensors.index.json"
 def read_safetensors(model_dir: str | Path) -> dict[str, Tensor]:
     """Every tensor of a model folder by name: of model.safetensors, or of the shards of its index.
 
-    Raises NotFound where there is no such file, Corrupt where one cannot be parsed.
+    Raises NotFound where there is no such file, Corrupt where one cannot be parsed (it was cut
+    short), StorageFailed where one cannot be read.
     """
     folder = Path(model_dir)
     tensors: dict[str, Tensor] = {}
@@ -31,11 +32,21 @@ def read_safetensors(model_dir: str | Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - no mapping
                     tensors[name] = file.get_tensor(name)
-        except FileNotFoundError:
-            raise _missing(folder, path.name) from None
+        except FileNotFoundError as error:
+            raise _missing(folder, path.name) from error
+        except OSError as error:
+            raise StorageFailed(
+                explain("reading weights", on=str(path), expected="a readable file", found=error)
+            ) from error
         except SafetensorError as error:
             raise Corrupt(
-                explain("reading weights", on=str(path), expected="safetensors", found=error)
+                explain(
+                    "reading weights",
+                    on=str(path),
+                    expected="a whole safetensors file",
+                    found=error,
+                    do="copy the model again",
+                )
             ) from error
     return tensors
 
@@ -47,8 +58,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         raise _missing(folder, WEIGHTS_FILE)
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError) as error:
+        names = {str(n) for n in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(
             explain("reading weights", on=str(index), expected="a weight_map", found=repr(error))
         ) from error
