@@ -7,10 +7,10 @@ reason on standard error; 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _whole(low: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` on, that 64 bits hold."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value < 2**63:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number, at least {low}, found {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    """An argparse type: a time that can be waited for."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= threading.TIMEOUT_MAX:  # NaN too
+        raise argparse.ArgumentTypeError(f"expected seconds, a number above 0, found {text!r}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ledger", description="Make a trajectory ledger, look at it, ask it, check it."
@@ -69,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     run = argparse.ArgumentParser(add_help=False)
     run.add_argument("--run", metavar="NAME", help="the run (default: the only one)")
     point = argparse.ArgumentParser(add_help=False)
-    point.add_argument("--as-of", metavar="SEQ", type=int, help="only events up to this number")
+    point.add_argument(
+        "--as-of", metavar="SEQ", type=_whole(0), help="only events up to this number"
+    )
     branch = argparse.ArgumentParser(add_help=False)
     branch.add_argument(
         "--branch", metavar="NAME", help="what this branch sees (default: all branches)"
@@ -84,12 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     made.set_defaults(run_command=_runs)
 
     made = commands.add_parser("log", parents=everything, help="draw the tree of weight versions")
-    made.add_argument("--limit", "-n", type=int, metavar="N", help="only the newest N versions")
+    made.add_argument(
+        "--limit", "-n", type=_whole(1), metavar="N", help="only the newest N versions"
+    )
     made.add_argument("--ascii", action="store_true", help="draw with ASCII characters")
     made.set_defaults(run_command=_log)
 
     made = commands.add_parser("show", parents=everything, help="show one trajectory")
-    made.add_argument("index", type=int, metavar="INDEX", help="the sample")
+    made.add_argument("index", type=_whole(0), metavar="INDEX", help="the sample")
     made.set_defaults(run_command=_show)
 
     made = commands.add_parser("sql", parents=everything, help="ask in SQL (`ledger views`)")
@@ -103,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="value of $NAME, or of $1, $2, … in order; JSON values keep their type",
     )
-    made.add_argument("--timeout", metavar="S", type=float, help="seconds the query may take")
+    made.add_argument("--timeout", metavar="S", type=_seconds, help="seconds the query may take")
     made.add_argument("--memory-limit", metavar="SIZE", help="memory it may use, such as 2GB")
     made.add_argument("--describe", metavar="VIEW", help="what the columns of a view mean")
     made.set_defaults(run_command=_sql)
@@ -116,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         "check", parents=[where, run, point], help="check the four invariants, all branches"
     )
     made.add_argument(
-        "--limit", type=int, default=100, metavar="N", help="violations listed of each rule"
+        "--limit", type=_whole(0), default=100, metavar="N", help="violations listed of each rule"
     )
     made.add_argument(
         "--invariant",
@@ -127,7 +159,17 @@ def _parser() -> argparse.ArgumentParser:
     made.set_defaults(run_command=_check)
 
     made = commands.add_parser(
-        "verify", parents=[where, run], help="check files, hashes, chain and catalog"
+        "verify",
+        parents=[where, run],
+        help="check catalog, files, hashes, chain and checkpoints",
+        description="Reads everything again: the catalog as a database and against the events, "
+        "every segment against its hashes and the chain, every file of every checkpoint against "
+        "its size and hash. Lists all that differs and exits with 1 when something does.",
+    )
+    made.add_argument(
+        "--no-checkpoints",
+        action="store_true",
+        help="leave out the files of checkpoints (they may be large, or kept elsewhere)",
     )
     made.set_defaults(run_command=_verify)
 
@@ -314,17 +356,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     from ledger.verify import verify_ledger
 
     with _open(arguments) as ledger, progress_bar("verifying") as progress:
-        run_id = None if arguments.run is None else ledger.run(arguments.run).run_id
-        report = verify_ledger(ledger, run_id, progress)
+        report = verify_ledger(
+            ledger, arguments.run, progress, checkpoints=not arguments.no_checkpoints
+        )
     if arguments.json:
-        print_json({"ok": report.ok, **dataclasses.asdict(report)})
+        print_json(report.as_json())
         return 0 if report.ok else FOUND
-    for finding in report.findings:
-        print("\n".join(printable(line) for line in str(finding).splitlines()))
-    print(
-        f"{report.runs} runs, {report.commits} commits, {report.segments} segments, "
-        f"{report.rows} rows, {report.size_bytes} bytes: {len(report.findings)} findings"
-    )
+    for line in report.lines():
+        print(printable(line))
     return 0 if report.ok else FOUND
 
 

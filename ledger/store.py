@@ -149,7 +149,9 @@ class Ledger:
                 on=self.uri if run_id is None else f"{run_id!r} in {self.uri}",
                 expected="the only run" if run_id is None else None,
                 found=f"runs {[r.run_id for r in runs]}",
-                do="name a run" if runs else "record one first: ledger-train",
+                do="name a run with --run (in ledger-train: --run-id)"
+                if runs
+                else "record one first: ledger-train",
             )
         )
 

@@ -9,8 +9,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from ledger.errors import NotFound, explain
+from ledger.errors import InvalidArgument, NotFound, StorageFailed, explain
 from ledger.store import Ledger
 
 __all__ = ["plot_rewards"]
@@ -45,9 +46,14 @@ def plot_rewards(ledger: Ledger, run_id: str, output: Path) -> Path:
 
     Points are the mean raw reward of all samples that a version generated in training, dropped ones
     included; lines are evaluations. Versions of a forked branch are placed by their distance from
-    the run's first version, so that branches lie above each other. Raises NotFound when the run
-    has neither rewards nor evaluations.
+    the run's first version, so that branches lie above each other.
+
+    Raises:
+        InvalidArgument: the file's ending is of no format that can be written.
+        NotFound: the run has neither rewards nor evaluations.
+        StorageFailed: the folder cannot be made, or the file cannot be written.
     """
+    _require_format(output)
     reader = ledger.reader(run_id, branch=None)
     training = reader.sql(_TRAINING).to_pylist()
     evaluation = reader.sql(_EVALUATION).to_pylist()
@@ -112,7 +118,34 @@ def plot_rewards(ledger: Ledger, run_id: str, output: Path) -> Path:
     axes.grid(alpha=0.25)
     axes.legend(loc="best", fontsize=8)
     figure.tight_layout()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
-    plt.close(figure)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output)
+    except OSError as error:
+        raise StorageFailed(
+            explain(
+                "writing the picture",
+                on=f"--output {output}",
+                expected="a folder that can be made, and a file that can be written",
+                found=f"{type(error).__name__}: {error}",
+            )
+        ) from error
+    finally:
+        plt.close(figure)
     return output
+
+
+def _require_format(output: Path) -> None:
+    """Raises InvalidArgument unless matplotlib writes the format that the file's ending names."""
+    # pgf needs a TeX installation.
+    known = sorted(set(FigureCanvasAgg.get_supported_filetypes()) - {"pgf"})
+    ending = output.suffix.lower().removeprefix(".")
+    if ending not in known:
+        raise InvalidArgument(
+            explain(
+                "drawing the rewards",
+                on=f"--output {output}",
+                expected=f"an ending of {', '.join('.' + name for name in known)}",
+                found=f".{ending}" if ending else "no ending",
+            )
+        )
