@@ -1,9 +1,9 @@
-"""Reading everything again, and comparing it with every row of the catalog."""
+"""Reading everything again: the catalog, every segment, and the files of every checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -11,9 +11,13 @@ import sqlalchemy as sa
 
 from ledger.catalog import tables as t
 from ledger.catalog.derive import Derived, derive, ranges_of
+from ledger.catalog.integrity import catalog_differences
 from ledger.catalog.queries import segments_after
 from ledger.catalog.records import SegmentInfo
+from ledger.encode import events_of
 from ledger.errors import Corrupt, IncompatibleFormat, StorageFailed
+from ledger.events import CheckpointSaved
+from ledger.finding import Finding, as_text
 from ledger.hashing import (
     GENESIS,
     chain_link,
@@ -22,30 +26,13 @@ from ledger.hashing import (
     idempotency_key,
 )
 from ledger.segment import Identity, SegmentReader, read_identity
+from ledger.verify_checkpoints import compare_checkpoint
 from ledger.writer import content_hash
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
 
 __all__ = ["Finding", "VerifyReport", "verify_ledger"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """One place where the ledger is not what it says it is."""
-
-    run_id: str
-    where: str
-    """A segment ('segment_generated at seq 17, runs/…'), commit or row of the catalog."""
-    what: str
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return (
-            f"run {self.run_id}: {self.where}: {self.what}\n"
-            f"  expected: {self.expected}\n  found:    {self.found}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +44,9 @@ class VerifyReport:
     segments: int
     rows: int
     size_bytes: int
+    """Of the segments."""
+    checkpoints: int | None
+    """Checkpoints whose files were compared; None where they were left out."""
     findings: tuple[Finding, ...]
 
     @property
@@ -70,9 +60,14 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """For a reader: every finding, then the totals."""
+        checkpoints = (
+            "no checkpoint compared (left out)"
+            if self.checkpoints is None
+            else f"{self.checkpoints} checkpoints"
+        )
         totals = (
             f"{self.runs} runs, {self.commits} commits, {self.segments} segments, "
-            f"{self.rows} events, {self.size_bytes} bytes"
+            f"{self.rows} events, {self.size_bytes} bytes, {checkpoints}"
         )
         verdict = "all as committed" if self.ok else f"{len(self.findings)} findings"
         return [line for f in self.findings for line in str(f).splitlines()] + [
@@ -84,43 +79,68 @@ def verify_ledger(
     ledger: Ledger,
     run_id: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    checkpoints: bool = True,
 ) -> VerifyReport:
-    """Check file hashes, logical hashes, the chain and all catalog rows of a run, or of all runs.
+    """Check the catalog, file hashes, logical hashes, the chain, all catalog rows and checkpoints.
 
-    `progress(done, total)` is called after each segment. Nothing is changed, nothing is raised for
-    what is found: a report lists it all.
+    Of one run, or of all. The catalog comes first: where it is damaged as a database, that is what
+    is reported, and nothing else is compared with it. Of `runs.created_at`, `commits.committed_at`,
+    `meta.ledger_id` and the keys of allocated numbers there is no second record, so only their type
+    is checked. `checkpoints=False` leaves out the files of checkpoints, which may be large, or kept
+    elsewhere.
+
+    `progress(done, total)` is called after each segment and each checkpoint. Nothing is changed,
+    nothing is raised for what is found: a report lists it all.
 
     Raises:
         NotFound: no such run.
         StorageFailed: the store or the catalog cannot be read at all.
     """
+    damage = [
+        Finding(None, f"the catalog, {ledger.catalog.name}", what, expected, found)
+        for what, expected, found in catalog_differences(ledger.catalog)
+    ]
+    if damage:
+        return VerifyReport(0, 0, 0, 0, 0, None, tuple(damage))
     runs = [ledger.run(run_id)] if run_id is not None else ledger.runs()
     states = []
     for run in runs:
         with ledger.catalog.read() as connection:
             states.append(_State.read(connection, run.run_id))
-    total = sum(len(state.segments) for state in states)
+    segments = sum(len(state.segments) for state in states)
+    saved = sum(state.saved for state in states) if checkpoints else 0
     done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        for _ in range(count):
+            done += 1
+            if progress is not None:
+                progress(done, segments + saved)
+
     findings: list[Finding] = []
     for state in states:
         check = _RunCheck(ledger, state)
         for segment in state.segments:
             check.segment(segment)
-            done += 1
-            if progress is not None:
-                progress(done, total)
+            advance(1)
         check.commits()
         check.derived_rows()
         check.head()
+        if checkpoints:
+            for compared in check.checkpoints():
+                advance(compared)
         findings += check.findings
     return VerifyReport(
         runs=len(runs),
         commits=sum(len(state.commits) for state in states),
-        segments=total,
+        segments=segments,
         rows=sum(s.rows for state in states for s in state.segments),
         size_bytes=sum(
             s.file.size_bytes for state in states for s in state.segments if s.file is not None
         ),
+        checkpoints=saved if checkpoints else None,
         findings=tuple(findings),
     )
 
@@ -134,16 +154,25 @@ class _State:
     commits: list[Any]
     rows: dict[str, list[dict[str, Any]]]
 
+    @property
+    def saved(self) -> int:
+        """Checkpoints that the run's segments record."""
+        return sum(s.rows for s in self.segments if s.kind == CheckpointSaved.KIND)
+
     @staticmethod
     def read(connection: sa.Connection, run_id: str) -> _State:
         def of_run(table: sa.Table) -> list[dict[str, Any]]:
-            query = sa.select(table).where(table.c.run_id == run_id)
+            # An expression instead of the bare column: no index serves it, so the rows come from
+            # the table itself.
+            query = sa.select(table).where(table.c.run_id.concat("") == run_id)
             return [dict(row) for row in connection.execute(query).mappings()]
 
         commits = connection.execute(
-            sa.select(t.commits).where(t.commits.c.run_id == run_id).order_by(t.commits.c.first_seq)
+            sa.select(t.commits)
+            .where(t.commits.c.run_id.concat("") == run_id)
+            .order_by(t.commits.c.first_seq)
         ).all()
-        derived = (t.branches, t.versions, t.consumption, t.producers, t.counters)
+        derived = (t.branches, t.versions, t.consumption, t.producers, t.counters, t.allocations)
         return _State(
             run=connection.execute(sa.select(t.runs).where(t.runs.c.run_id == run_id)).one(),
             segments=segments_after(connection, run_id, 0),
@@ -158,6 +187,7 @@ class _RunCheck:
     def __init__(self, ledger: Ledger, state: _State) -> None:
         self.findings: list[Finding] = []
         self._state = state
+        self._root = ledger.root
         self._reader = SegmentReader(ledger.store)  # remembers nothing: every file is read again
         self._by_commit = {c.first_seq: c for c in state.commits}
         self._chain = GENESIS
@@ -167,7 +197,7 @@ class _RunCheck:
 
     def _find(self, where: str, what: str, expected: object, found: object) -> None:
         self.findings.append(
-            Finding(self._state.run.run_id, where, what, _text(expected), _text(found))
+            Finding(self._state.run.run_id, where, what, as_text(expected), as_text(found))
         )
 
     def _same(self, where: str, what: str, expected: object, found: object) -> None:
@@ -250,8 +280,8 @@ class _RunCheck:
         self._compare_rows(t.branches, self._branches())
         self._compare_rows(t.versions, self._versions())
         self._compare_rows(t.consumption, self._consumption())
-        self._at_least("producers", "producer", "epoch", self._epochs())
-        self._at_least("counters", "name", "next", self._used())
+        self._epochs()
+        self._numbers()
 
     def _branches(self) -> Iterable[tuple[Any, ...]]:
         run_id = self._state.run.run_id
@@ -274,18 +304,39 @@ class _RunCheck:
                 for index in d.indices:
                     yield (c.run_id, c.branch, index, d.step, c.first_seq + d.offset)
 
-    def _epochs(self) -> dict[str, int]:
-        epochs: dict[str, int] = {}
+    def _epochs(self) -> None:
+        """A producer's epoch: at least that of its commits; a writer need not have appended."""
+        wrote: dict[str, int] = {}
         for c in self._state.commits:
-            epochs[c.producer] = max(c.epoch, epochs.get(c.producer, c.epoch))
-        return epochs
+            wrote[c.producer] = max(c.epoch, wrote.get(c.producer, c.epoch))
+        found = {row["producer"]: row["epoch"] for row in self._state.rows["producers"]}
+        for name, low in sorted(wrote.items()):
+            if found.get(name, -1) < low:
+                where = f"catalog, producers {name!r}"
+                self._find(where, "its epoch", f"{low} or more", found.get(name))
 
-    def _used(self) -> dict[str, int]:
-        used: dict[str, int] = {}
+    def _numbers(self) -> None:
+        """Numbers given out do not overlap; a counter is right above those given out or used."""
+        above: dict[str, int] = {}
         for _, derived in self._derived:
             for name, largest in derived.used.items():
-                used[name] = max(largest + 1, used.get(name, 0))
-        return used
+                above[name] = max(largest + 1, above.get(name, 0))
+        given = sorted(
+            (row["name"], row["first"], row["count"], row["key"])
+            for row in self._state.rows["allocations"]
+        )
+        last: dict[str, int] = {}
+        for name, first, count, key in given:
+            where = f"catalog, allocations {name!r}, key {key!r}"
+            if count < 1 or first < last.get(name, 0):
+                expected = f"1 or more, from {last.get(name, 0)} on"
+                self._find(where, "its numbers", expected, f"{count} from {first} on")
+            last[name] = first + count
+            above[name] = max(first + count, above.get(name, 0))
+        found = {row["name"]: row["next"] for row in self._state.rows["counters"]}
+        for name in sorted(above.keys() | found.keys()):
+            where = f"catalog, counters {name!r}"
+            self._same(where, "its next number", above.get(name, "none"), found.get(name, "none"))
 
     def _compare_rows(self, table: sa.Table, wanted: Iterable[tuple[Any, ...]]) -> None:
         columns = [c.name for c in table.columns]
@@ -303,24 +354,27 @@ class _RunCheck:
                 found.get(name, "no row"),
             )
 
-    def _at_least(self, table: str, key: str, column: str, wanted: dict[str, int]) -> None:
-        found = {row[key]: row[column] for row in self._state.rows[table]}
-        for name, low in sorted(wanted.items()):
-            if found.get(name, -1) < low:
-                self._find(
-                    f"catalog, {table} {name!r}", f"its {column}", f"{low} or more", found.get(name)
+    def checkpoints(self) -> Iterator[int]:
+        """The files of every recorded checkpoint; yields how many were looked at, step by step."""
+        for segment in self._state.segments:
+            if segment.kind != CheckpointSaved.KIND:
+                continue
+            parts = self._parts.get(segment.commit_seq, [])
+            table = next((found for s, found, _ in parts if s is segment), None)
+            if table is None:
+                yield segment.rows  # what they should be could not be read: said already
+                continue
+            for event in events_of(table, CheckpointSaved):
+                where = (
+                    f"checkpoint of version {event.weight_version} on branch {segment.branch!r}, "
+                    f"{self._root / event.location}"
                 )
+                for what, expected, found in compare_checkpoint(self._root, event):
+                    self._find(where, what, expected, found)
+                yield 1
 
     def head(self) -> None:
         """The run's head, against its last segment."""
         run = self._state.run
         self._same("catalog, runs", "the last seq", self._next - 1, run.head_seq)
         self._same("catalog, runs", "the head of the chain", self._chain, run.head_chain)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, tuple):
-        return "(" + ", ".join(_text(v) for v in value) + ")"
-    return str(value)

@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from ledger.errors import IncompatibleFormat, StorageFailed, explain
+from ledger.errors import Corrupt, IncompatibleFormat, StorageFailed, explain
 
 __all__ = ["BUSY_TIMEOUT_S", "Catalog", "sqlite_url"]
 
@@ -22,6 +22,15 @@ BUSY_TIMEOUT_S = 60
 """How long a process waits for another one's transaction."""
 
 _WRITE = "ledger_write"
+
+_DAMAGE = (
+    "malformed",
+    "decode to UTF-8",
+    "unsupported file format",
+    "no such table",
+    "no such column",
+)
+"""Of messages of SQLite: the file was read, but what stands in it is wrong."""
 
 
 def sqlite_url(path: Path) -> sa.URL:
@@ -99,11 +108,21 @@ def _begin(connection: sa.Connection) -> None:
 def _translated(tried: str, on: str) -> Iterator[None]:
     try:
         yield
-    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
+    except (sa.exc.DatabaseError, sqlite3.DatabaseError, UnicodeDecodeError) as error:
         text = str(error.orig if isinstance(error, sa.exc.DatabaseError) else error)
         if "not a database" in text:
             raise IncompatibleFormat(
                 explain(tried, on=on, expected="a catalog", found=text)
+            ) from error
+        if isinstance(error, UnicodeDecodeError) or any(sign in text for sign in _DAMAGE):
+            raise Corrupt(
+                explain(
+                    tried,
+                    on=on,
+                    expected="a sound database",
+                    found=text,
+                    do="see what else is damaged: ledger verify; put the catalog back from a copy",
+                )
             ) from error
         raise StorageFailed(
             explain(

@@ -47,6 +47,8 @@ from ledger.events import (
 from ledger.weights import TensorRecord, weights_root
 
 RUN = "run"
+CHECKPOINT = {"model.safetensors": b"weights".ljust(40)}
+"""The files of every checkpoint of the story."""
 SPECIAL = np.array([-0.0, -np.inf, np.nan], dtype=np.float32)
 """Log-probs of sample 1: each must come back with the same bits."""
 REWARDS = {
@@ -256,9 +258,9 @@ def checkpoint(version: int, made_by: int | None) -> CheckpointSaved:
         random_state_digest=digest("random"),
         format="hf-safetensors-1",
         location=f"checkpoints/{version}",
-        files=["model.safetensors"],
-        file_hashes=[digest("file")],
-        file_sizes=longs(40),
+        files=list(CHECKPOINT),
+        file_hashes=[blake3(content).digest() for content in CHECKPOINT.values()],
+        file_sizes=longs(*(len(content) for content in CHECKPOINT.values())),
     )
 
 
@@ -414,6 +416,12 @@ def write_story(folder: Path) -> Ledger:
     assert isinstance(fork, BranchForked)
     with ledger.fork(RUN, fork, producer="factory") as writer:
         writer.append(later)
+    for event in (event for commit in commits for event in commit.events):
+        if isinstance(event, CheckpointSaved):
+            saved = folder / event.location
+            saved.mkdir(parents=True)
+            for name, content in CHECKPOINT.items():
+                (saved / name).write_bytes(content)
     return ledger
 
 

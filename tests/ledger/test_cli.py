@@ -210,7 +210,7 @@ def test_check_and_verify_of_a_sound_ledger(run: Run) -> None:
     assert json.loads(run("check", "--json", "--invariant", "II")[1])["ok"] is True
     code, out, _ = run("verify")
     assert code == 0
-    assert "102 rows" in out
+    assert "102 events" in out
     assert json.loads(run("verify", "--json")[1])["findings"] == []
 
 

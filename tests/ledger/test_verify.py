@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import pickle
+import random
 import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from ledger import Ledger, open_ledger
-from ledger.errors import Corrupt, NotFound
+from ledger.catalog.tables import METADATA
+from ledger.errors import Corrupt, LedgerError, NotFound
+from ledger.finding import Finding
 from ledger.verify import verify_ledger
 from tests.ledger import factory
+
+FLIPS = 120
+"""Flipped bits of the catalog that are tried."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,8 @@ def test_an_untouched_ledger_verifies(pristine: Path) -> None:
             verify_ledger(ledger, "other")
     assert report.ok
     assert report.rows == sum(len(commit.events) for commit in factory.story())
-    assert calls == [(n, report.segments) for n in range(1, report.segments + 1)]
+    assert calls == [(n, report.segments + 3) for n in range(1, report.segments + 4)]
+    assert report.checkpoints == 3
     assert "all as committed" in report.lines()[-1]
     assert report.as_json()["ok"] is True
 
@@ -231,3 +239,129 @@ def test_every_changed_row_of_the_catalog_is_found(folder: Path) -> None:
     assert unnoticed == []
     with open_ledger(folder) as ledger:
         assert verify_ledger(ledger).ok
+
+
+def findings(folder: Path, **options: Any) -> tuple[Finding, ...]:
+    with open_ledger(folder) as ledger:
+        return verify_ledger(ledger, **options).findings
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_a_missing_checkpoint_is_found_on_every_branch(folder: Path, version: int) -> None:
+    gone = folder / "checkpoints" / str(version)
+    shutil.rmtree(gone)
+    (finding,) = findings(folder)
+    assert f"checkpoint of version {version} on branch" in finding.where
+    assert str(gone) in finding.where
+    assert finding.found == "no such folder"
+    assert findings(folder, checkpoints=False) == ()
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_found_with_both_hashes(folder: Path) -> None:
+    path = folder / "checkpoints" / "2" / "model.safetensors"
+    good = path.read_bytes()
+    for at in range(0, len(good), 3):
+        bad = bytearray(good)
+        bad[at] ^= 1 << (at % 8)
+        path.write_bytes(bad)
+        (finding,) = findings(folder)
+        assert "version 2 on branch 'main'" in finding.where
+        assert finding.what == f"file {path.name}"
+        assert finding.expected == f"40 bytes, blake3 {blake3(good).hexdigest()}"
+        assert finding.found == f"40 bytes, blake3 {blake3(bad).hexdigest()}"
+    path.write_bytes(good[:-1])
+    assert findings(folder)[0].found.startswith("39 bytes, blake3 ")
+    path.write_bytes(b"")
+    assert findings(folder)[0].found.startswith("0 bytes, blake3 ")
+    path.unlink()
+    assert findings(folder)[0].found == "no such file"
+    path.mkdir()
+    assert findings(folder)[0].found == "no such file"
+
+
+def test_other_files_beside_a_checkpoint_are_no_finding(folder: Path) -> None:
+    (folder / "checkpoints" / "2" / "README.md").write_text("mine")
+    assert findings(folder) == ()
+
+
+def test_a_checkpoint_whose_event_cannot_be_read_is_reported_once(folder: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    path = files_of(folder, "checkpoint_saved")[0]
+    path.write_bytes(path.read_bytes()[:-8])
+    found = findings(folder, progress=lambda done, total: calls.append((done, total)))
+    assert [path.name in str(f) for f in found] == [True]
+    assert calls[-1][0] == calls[-1][1]
+
+
+NOTED_ONCE = {
+    "runs": {"created_at"},
+    "commits": {"committed_at"},
+    "allocations": {"key"},
+    "meta": {"value"},
+}
+"""Columns of the catalog that nothing else repeats: only their types are checked."""
+
+
+def dump(catalog: Path) -> dict[str, Any]:
+    """What the tables say, read from their own pages without any index; errors as they come.
+
+    Columns that are noted once are left out, and so is what a schema says in other words.
+    """
+    connection = sqlite3.connect(f"file:{catalog}?mode=ro", uri=True)
+    connection.text_factory = bytes
+    said: dict[str, Any] = {}
+    try:
+        for name, table in METADATA.tables.items():
+            for pragma in ("table_info", "foreign_key_list", "index_list"):
+                said[f"{pragma} {name}"] = sorted(
+                    map(repr, connection.execute(f"PRAGMA {pragma}({name})"))
+                )
+            columns = [c.name for c in table.columns if c.name not in NOTED_ONCE.get(name, ())]
+            listed = ", ".join(f'"{c}"' for c in columns)
+            said[name] = sorted(
+                map(repr, connection.execute(f"SELECT {listed} FROM {name} NOT INDEXED"))
+            )
+        said["revision"] = connection.execute("SELECT * FROM alembic_version").fetchall()
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        said["error"] = str(error)
+    finally:
+        connection.close()
+    return said
+
+
+def test_every_flipped_bit_that_changes_what_the_catalog_says_is_found(
+    folder: Path,
+) -> None:
+    with open_ledger(folder) as ledger:
+        ledger.allocate(factory.RUN, "index", "more", 4)
+        ledger.allocate(factory.RUN, "index", "and more", 4)
+        ledger.allocate(factory.RUN, "weight_version", "another", 1)
+    catalog = folder / "catalog.sqlite"
+    connection = sqlite3.connect(catalog)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    good = catalog.read_bytes()
+    before = dump(catalog)
+    assert findings(folder) == ()
+    # Most bytes of a small database are unused: take those that are not zero, and their neighbours.
+    used = [at for at, byte in enumerate(good) if byte]
+    chosen = random.Random(5)
+    changed, unnoticed = 0, []
+    for _ in range(FLIPS):
+        at, bit = chosen.choice(used) + chosen.choice((0, 0, 1)), chosen.randrange(8)
+        bad = bytearray(good)
+        bad[at % len(good)] ^= 1 << bit
+        for rest in folder.glob("catalog.sqlite-*"):
+            rest.unlink()
+        catalog.write_bytes(bad)
+        if dump(catalog) == before:
+            continue
+        changed += 1
+        try:
+            noticed = bool(findings(folder, checkpoints=False))
+        except LedgerError as error:
+            noticed = len(str(error).splitlines()) > 1
+        if not noticed:
+            unnoticed.append((at, bit))
+    assert unnoticed == []
+    assert changed > FLIPS // 4
