@@ -166,8 +166,17 @@ def not_finite(batch, settings):
     return np.full(len(batch.loss_mask_N), np.nan, np.float32)
 
 
+def fails(batch, settings):
+    raise ZeroDivisionError("on purpose")
+
+
+def nothing_at_all(batch, settings):
+    return None
+
+
 def test_custom_estimator():
     assert estimate(f"{__name__}:reversed_rewards", [1, 0]).tolist() == [-1, 0]
+    assert estimate(f"{__name__}.reversed_rewards", [1, 0]).tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize(
@@ -179,11 +188,18 @@ def test_custom_estimator():
         (f"{__name__}:np", "module"),
         (f"{__name__}:wrong_shape", r"shape \(1,\)"),
         (f"{__name__}:not_finite", "2 values"),
+        ("no_such_module.f", "ModuleNotFoundError"),
+        (":f", "ValueError"),
+        ("os:getcwd", "(?s)os:getcwd, batch of 2 samples, rollouts 0, 1.*TypeError"),
+        ("os.getcwd", "TypeError"),
+        (f"{__name__}:fails", "ZeroDivisionError: on purpose"),
+        (f"{__name__}:nothing_at_all", "NoneType"),
     ],
 )
 def test_estimators_that_cannot_work(name, message):
-    with pytest.raises(InvalidArgument, match=message):
+    with pytest.raises(InvalidArgument, match=message) as caught:
         estimate(name, [1, 0])
+    assert "--advantage-estimator" in str(caught.value)
 
 
 @st.composite

@@ -77,12 +77,44 @@ def wrong_type(inputs, settings):
     return inputs.log_probs_BT
 
 
+def no_tensor(inputs, settings):
+    return TokenLoss(loss_BT=0.0, clipped_low_BT=None, clipped_high_BT=None)
+
+
+def no_clips(inputs, settings):
+    return TokenLoss(loss_BT=-inputs.log_probs_BT, clipped_low_BT=None, clipped_high_BT=None)
+
+
+def no_gradient(inputs, settings):
+    never = torch.zeros_like(inputs.mask_BT)
+    return TokenLoss(
+        loss_BT=inputs.advantages_BT.clone(), clipped_low_BT=never, clipped_high_BT=never
+    )
+
+
+def fails(inputs, settings):
+    raise ZeroDivisionError("on purpose")
+
+
 @pytest.mark.parametrize(
-    ("name", "message"), [("ppo", "ppo_clip"), (f"{__name__}:wrong_type", "Tensor")]
+    ("name", "message"),
+    [
+        ("ppo", "ppo_clip"),
+        (f"{__name__}:wrong_type", "Tensor"),
+        (f"{__name__}:no_tensor", "a float"),
+        (f"{__name__}:no_clips", "clipped_low_BT or clipped_high_BT"),
+        (f"{__name__}:no_gradient", "no gradient"),
+        (f"{__name__}:fails", r"(?s)micro-batch \[1, 1\].*ZeroDivisionError: on purpose"),
+        ("os.getcwd", "TypeError"),
+        ("no_such_module:f", "ModuleNotFoundError"),
+    ],
 )
 def test_losses_that_cannot_work(name, message):
-    with pytest.raises(InvalidArgument, match=message):
-        policy_loss(inputs([1.0], [1.0]), AlgorithmSettings(policy_loss=name))
+    given_inputs = inputs([1.0], [1.0])
+    given_inputs.log_probs_BT.requires_grad_()
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        policy_loss(given_inputs, AlgorithmSettings(policy_loss=name))
+    assert "--policy-loss" in str(caught.value)
 
 
 @pytest.mark.parametrize(
