@@ -12,14 +12,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 
+from ledger.encode import events_of
 from ledger.errors import Diverged, NotFound, explain
-from ledger.events import CheckpointSaved, StepCommitted
+from ledger.events import CheckpointSaved, SignalRecorded, StepCommitted
 from ledger.store import Ledger
 from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import check_files
-from trainer.compare import Divergence, compare_steps, records_of_event
+from trainer.compare import Divergence, compare_signals, compare_steps, records_of_event
 from trainer.history import History
 from trainer.model import build_model, read_config
 from trainer.reconfigure import reconfigure
@@ -179,8 +181,26 @@ def _replay_groups(
                 again.step_committed,
                 history.weights[was.weight_version_out],
                 again.weights,
+            ) or compare_signals(
+                _recorded_signals(ledger, history, was),
+                again.signals,
+                step=was.step,
+                weight_version=was.weight_version_out,
             )
             yield StepAgain(recorded=was, divergence=divergence)
+
+
+def _recorded_signals(
+    ledger: Ledger, history: History, step: StepCommitted
+) -> list[SignalRecorded]:
+    """What a step recorded of its samples."""
+    reader = ledger.reader(history.run_id, branch=None)
+    table = reader.table("signal_recorded", where={"step": (step.step, step.step)})
+    mine = pc.and_(
+        pc.equal(table["step"], step.step),
+        pc.equal(table["branch"], history.branch_of[step.weight_version_out]),
+    )
+    return events_of(table.filter(mine), SignalRecorded)
 
 
 def restore(

@@ -131,18 +131,37 @@ def test_a_step_that_gives_other_bits_is_named(
     assert "tensor 'model" in last["where"]
 
 
-def test_the_first_checkpoint_missing_stops_everything_with_its_name(
+def test_the_first_checkpoint_missing_is_named_where_it_is_needed(
     copied: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger, _ = copied
     shutil.rmtree(ledger / "checkpoints" / "run" / "v000000")
-    assert replay.cli.main(["verify", "--ledger", str(ledger)]) == 1
+    where = ["--ledger", str(ledger)]
+    assert replay.cli.main(["verify", *where]) == 1
     assert "v000000" in capsys.readouterr().out
-    code = trainer.cli.main(["--ledger", str(ledger), "--num-rollout", "5"])
+    code = trainer.cli.main([*where, "--from-version", "1", "--advantage-estimator", "rloo"])
     assert code == 2
     error = capsys.readouterr().err
     assert "v000000" in error
     assert "Traceback" not in error
+    # What begins at a later checkpoint does not need it.
+    assert trainer.cli.main([*where, "--num-rollout", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weight_version"] == 5
+
+
+def test_a_changed_signal_is_named_by_replay(
+    copied: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step is right, but what was recorded of it is not what was committed."""
+    ledger, _ = copied
+    with open_ledger(ledger) as opened:
+        file = opened.reader("run").segments("signal_recorded")[1].file
+    assert file is not None
+    _flip(ledger / file.path, (ledger / file.path).stat().st_size // 2)
+    code = replay.cli.main(["verify", "--ledger", str(ledger)])
+    shown = capsys.readouterr()
+    assert code == 2
+    assert Path(file.path).name in shown.err
 
 
 def test_special_floats_of_log_probs_come_back_with_their_bits(copied: Run) -> None:
