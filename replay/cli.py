@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ledger.errors import InvalidArgument, LedgerError, explain
+from ledger.errors import LedgerError
 
 __all__ = ["main"]
 
@@ -27,8 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
         "verify",
         help="run recorded steps again and compare bits",
         description="Runs the recorded steps of a branch again from the nearest checkpoint and "
-        "compares batch, log-probs, loss, gradients, weights, optimizer and random state bit by "
-        "bit. Names the first difference and exits with 1 when there is one.",
+        "compares batch, log-probs, loss, gradients, metrics, weights, optimizer and random state "
+        "bit by bit. Names the first difference and exits with 1 when there is one. Where no step "
+        "follows the checkpoint, only the checkpoint's files are compared.",
     )
     _common(verify)
     verify.add_argument("--branch", default="main", help="branch to verify (default: main)")
@@ -86,28 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ledger.encode import events_of
-    from ledger.events import RunStarted
     from ledger.store import open_ledger
-    from replay.surroundings import differences
+    from replay.surroundings import differences, recorded_surroundings
 
     began = time.monotonic()
     with open_ledger(arguments.ledger) as ledger:
         run_id = ledger.run(arguments.run).run_id
         ledger.branch(run_id, arguments.branch)
-        started = events_of(ledger.reader(run_id, branch=None).table("run_started"), RunStarted)
-        if not started:
-            raise InvalidArgument(
-                explain(
-                    "verifying a run",
-                    on=f"run {run_id!r}",
-                    expected="a run_started event",
-                    found="none",
-                    do="only runs recorded by ledger-train can be run again",
-                )
-            )
-        settings = json.loads(started[0].settings)
-        differing = differences(json.loads(started[0].environment))
+        settings, environment = recorded_surroundings(ledger, run_id, arguments.branch)
+        differing = differences(environment)
         for line in differing:
             print(f"note: {line}", file=sys.stderr)
 
@@ -152,6 +140,12 @@ def _verify(arguments: argparse.Namespace) -> int:
                 },
                 sort_keys=True,
             )
+        )
+    elif report.reproduced and not report.steps:
+        print(
+            f"run {report.run_id!r}, branch {report.branch!r}: only the checkpoint of version "
+            f"{report.start_version} was compared with its record; no step after it was in scope, "
+            f"so none was run again ({seconds:.1f} s)"
         )
     elif report.reproduced:
         print(

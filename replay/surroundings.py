@@ -1,16 +1,51 @@
-"""What is different here from where a run was recorded, of what can decide bits."""
+"""What a run was recorded with, and what is different here, of what can decide bits."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from ledger.encode import events_of
 from ledger.environment import describe_environment
+from ledger.errors import InvalidArgument, explain
+from ledger.events import BranchForked, RunStarted
+from ledger.store import Ledger
 
-__all__ = ["differences"]
+__all__ = ["differences", "recorded_surroundings"]
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformers", "transformer-engine", "triton")
 _PLAIN = ("python", "machine", "cpu", "gpu_driver")
+
+
+def recorded_surroundings(
+    ledger: Ledger, run_id: str, branch: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that a branch began with, and the environment that the run began in.
+
+    The settings are those of its branch_forked event; of run_started for the run's first branch.
+
+    Raises:
+        NotFound: no such run or branch.
+        InvalidArgument: the run was not recorded by ledger-train, so nothing can be run again.
+    """
+    reader = ledger.reader(run_id, branch=branch)
+    started = events_of(reader.table("run_started"), RunStarted)
+    if not started:
+        raise InvalidArgument(
+            explain(
+                "verifying a run",
+                on=f"run {run_id!r}",
+                expected="a run_started event",
+                found="none",
+                do="only runs recorded by ledger-train can be run again",
+            )
+        )
+    settings = started[0].settings
+    for fork in events_of(reader.table("branch_forked"), BranchForked):
+        if fork.branch == branch:
+            settings = fork.settings
+    return json.loads(settings), json.loads(started[0].environment)
 
 
 def differences(recorded: Mapping[str, Any]) -> list[str]:

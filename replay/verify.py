@@ -57,7 +57,7 @@ class VerifyReport:
 
     @property
     def reproduced(self) -> bool:
-        """Whether everything in scope came out bit for bit."""
+        """Whether all that was compared is as recorded; without `steps`, a checkpoint's files."""
         return all(verdict.reproduced for verdict in self.verdicts)
 
     @property
@@ -114,8 +114,10 @@ def verify_branch(
 ) -> VerifyReport:
     """Verify the steps of a branch and of what it forked from; stops at the first divergence.
 
-    The process groups must have been started with the recorded thread count and determinism. `tell`
-    gets each verdict as it is reached. Raises NotFound where the start's checkpoint is gone.
+    The process groups must have been started with the thread count and determinism that the branch
+    recorded (see `replay.surroundings`). Where no step is in scope, only the checkpoint's bytes are
+    compared with their record. `tell` gets each verdict as it is reached. Raises NotFound where the
+    start's checkpoint is gone.
     """
     history = read_history(ledger, run_id)
     info = ledger.branch(run_id, branch)

@@ -11,6 +11,10 @@ import pytest
 import ledger.cli
 import replay.cli
 import trainer.cli
+from ledger import open_ledger
+from ledger.encode import events_of
+from ledger.errors import InvalidArgument
+from ledger.events import BranchForked, RunStarted
 
 Run = tuple[Path, dict[str, Any]]
 
@@ -57,6 +61,59 @@ def test_verify_prints_each_step_and_json_says_the_same(
     assert (report["start_version"], report["steps"], report["reproduced"]) == (2, 2, True)
     assert replay.cli.main(["verify", *where, "--from-version", "9"]) == 2
     assert "0–4" in capsys.readouterr().err
+
+
+def test_verify_with_nothing_to_run_again_does_not_claim_steps(
+    dense_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--ledger", str(dense_run[0])]
+    assert replay.cli.main(["verify", *where, "--from-version", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("checkpoint of version 4")
+    assert "only the checkpoint of version 4 was compared" in lines[1]
+    assert "reproduced" not in lines[1]
+
+
+def test_verify_starts_with_the_settings_of_the_branch(
+    copied: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    def initialize(_: Any, **given: Any) -> None:
+        started.append(given)
+        raise InvalidArgument("started")
+
+    monkeypatch.setattr("trainer.parallel.initialize", initialize)
+    with open_ledger(copied[0]) as opened:
+        (run,) = events_of(opened.reader("run").table("run_started"), RunStarted)
+        mine = json.loads(run.settings) | {
+            "num_threads": 7,
+            "rollout_seed": 5,
+            "deterministic_mode": False,
+        }
+        fork = BranchForked(
+            branch="other",
+            parent_branch="main",
+            fork_seq=opened.run("run").head_seq,
+            weight_version=4,
+            settings=json.dumps(mine),
+            data="recorded",
+        )
+        opened.fork("run", fork, producer="test").close()
+    for branch in ("main", "other"):
+        code = replay.cli.main(["verify", "--ledger", str(copied[0]), "--branch", branch])
+        assert code == 2
+    capsys.readouterr()
+    recorded = json.loads(run.settings)
+    assert started == [
+        {
+            "seed": recorded["rollout_seed"],
+            "num_threads": recorded["num_threads"],
+            "deterministic": recorded["deterministic_mode"],
+        },
+        {"seed": 5, "num_threads": 7, "deterministic": False},
+    ]
 
 
 def test_verify_of_experts(moe_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
