@@ -121,7 +121,8 @@ def step_metrics(
     metrics = {
         "loss": outcome.loss,
         "policy_loss": float(
-            np.dot(signals.weights_N, np.where(mask_N > 0, outcome.policy_loss_N, 0))
+            # Not np.dot: its bits depend on how many threads the BLAS takes.
+            np.sum(signals.weights_N * np.where(mask_N > 0, outcome.policy_loss_N, 0))
         ),
         "entropy": mean_where(outcome.entropy_N, mask_N),
         "clip_fraction": low + high,
