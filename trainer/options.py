@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ledger.errors import InvalidArgument, explain
-from trainer.ranges import LARGEST, Range, above, at_least
+from trainer.ranges import LARGEST, LARGEST_FLOAT, Range, above, at_least
 
 __all__ = [
     "OPTIONS",
@@ -446,8 +446,8 @@ def check_values(values: Mapping[str, Any]) -> None:
         if value is None:
             continue
         expected: object = None
-        if isinstance(value, float) and not math.isfinite(value):
-            expected = "a finite number"
+        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+            expected = "a finite number of 32 bits"
         elif option.within is not None and value not in option.within:
             expected = option.within
         elif option.type is str and not value:

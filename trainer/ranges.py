@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["LARGEST", "Range", "above", "at_least"]
+__all__ = ["LARGEST", "LARGEST_FLOAT", "Range", "above", "at_least"]
+
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
+"""Of a number: what float32 holds, in which the trainer computes."""
 
 LARGEST = 2**31 - 1
 """Of a count: what the columns that record it hold."""
@@ -24,12 +27,12 @@ class Range:
     """A value outside that is taken too and switches the option off."""
 
     def __contains__(self, value: float) -> bool:
-        """Whether `value` is taken; NaN and infinities never are."""
+        """Whether `value` is taken; NaN, infinities and what is none but in float64 never are."""
         if value == self.off:
             return True
         over = self.low < value if self.without_low else self.low <= value
         under = value < self.high if self.without_high else value <= self.high
-        return over and under and (isinstance(value, int) or math.isfinite(value))
+        return over and under and (isinstance(value, int) or abs(value) <= LARGEST_FLOAT)
 
     def __str__(self) -> str:
         sides = []

@@ -47,7 +47,7 @@ def test_every_number_has_a_range(option: Any) -> None:
     assert (option.within is not None) == (option.type in (int, float))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
 @pytest.mark.parametrize("name", FLOATS)
 def test_what_is_not_finite_is_refused_by_its_own_name(name: str, value: float) -> None:
     refused({name: value}, name, "finite")
