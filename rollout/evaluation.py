@@ -10,6 +10,7 @@ import numpy as np
 from ledger.events import EvalScored
 from ledger.seeds import derive_seed
 from rollout.protocol import Engine, GenerationRequest, SamplingParams
+from rollout.records import response_text
 from rollout.rewards import RewardFunction, ScoredSample
 from rollout.tasks import PromptSource
 
@@ -50,15 +51,14 @@ def evaluate(
     )
     rewards = np.zeros(n_prompts, np.float64)
     for row, (prompt, tokens, result) in enumerate(zip(prompts, contexts, results, strict=True)):
-        said = result.tokens
-        if result.finish_reason == "stop" and said[-1] in params.stop_token_ids:
-            said = said[:-1]
         sample = ScoredSample(
             index=row,
             group_index=row,
             rollout_id=row,
             prompt=prompt.text,
-            response=tokenizer.decode(said.tolist(), skip_special_tokens=False),
+            response=response_text(
+                tokenizer, result.tokens, result.finish_reason, params.stop_token_ids
+            ),
             tokens=np.concatenate([tokens, result.tokens]),
             response_length=len(result.tokens),
             label=prompt.label,

@@ -23,12 +23,27 @@ from rollout.rewards import Reward, RewardFunction, ScoredSample, checked_reward
 
 __all__ = [
     "prompt_issued",
+    "response_text",
     "retokenization_drift",
     "routing_recorded",
     "sample_decided",
     "sample_scored",
     "segment_generated",
 ]
+
+
+def response_text(
+    tokenizer: Any,
+    tokens: npt.NDArray[np.int32],
+    finish_reason: str,
+    stop_token_ids: Sequence[int],
+) -> str:
+    """What a verifier reads: the response as text, without the stop token that ended it."""
+    said = tokens
+    if finish_reason == "stop" and said[-1] in stop_token_ids:
+        said = said[:-1]
+    text: str = tokenizer.decode(said.tolist(), skip_special_tokens=False)
+    return text
 
 
 def prompt_issued(

@@ -30,6 +30,7 @@ from rollout.history import (
 from rollout.protocol import Engine, GenerationRequest
 from rollout.records import (
     prompt_issued,
+    response_text,
     retokenization_drift,
     routing_recorded,
     sample_decided,
@@ -239,16 +240,18 @@ class RolloutWorker:
         samples = []
         for index, rollout_id in zip(group.indices, group.rollout_ids, strict=True):
             found = history.generated[int(index)]
-            said = found.tokens
-            if found.finish_reason == "stop" and said[-1] in self._params.stop_token_ids:
-                said = said[:-1]
             samples.append(
                 ScoredSample(
                     index=int(index),
                     group_index=group.group_index,
                     rollout_id=int(rollout_id),
                     prompt=group.text,
-                    response=self._tokenizer.decode(said.tolist(), skip_special_tokens=False),
+                    response=response_text(
+                        self._tokenizer,
+                        found.tokens,
+                        found.finish_reason,
+                        self._params.stop_token_ids,
+                    ),
                     tokens=np.concatenate([group.tokens, found.tokens]),
                     response_length=len(found.tokens),
                     label=group.label,
