@@ -15,7 +15,7 @@ import sqlalchemy as sa
 import migrations
 from ledger.catalog import tables as t
 from ledger.catalog.engine import Catalog, sqlite_url
-from ledger.errors import IncompatibleFormat, InvalidArgument, StorageFailed, explain
+from ledger.errors import Corrupt, IncompatibleFormat, InvalidArgument, StorageFailed, explain
 
 __all__ = ["CATALOG", "FORMAT", "create", "local_root", "require_format"]
 
@@ -116,14 +116,35 @@ def _fill(catalog: Catalog) -> None:
 
 
 def require_format(connection: sa.Connection, name: str) -> str:
-    """The ledger's id, if its catalog is one that this code works with."""
+    """The ledger's id, if its catalog is one that this code works with.
+
+    Raises:
+        IncompatibleFormat: it is not a ledger's, or one of another version.
+        Corrupt: it does not say which.
+    """
     revision = migrations.current(connection)
     if revision is None:
         raise IncompatibleFormat(
             explain("this is not a ledger", on=name, expected="a ledger's tables", found="none")
         )
     meta = {row.key: row.value for row in connection.execute(sa.select(t.meta))}
-    stored = int(meta.get("format", "0"))
+    written = meta.get("format")
+    if (
+        written is None
+        or not written.isascii()
+        or not written.isdecimal()
+        or "ledger_id" not in meta
+    ):
+        raise Corrupt(
+            explain(
+                "the catalog does not say what it is",
+                on=name,
+                expected="in its table meta a number as 'format', and a 'ledger_id'",
+                found=meta,
+                do="put the catalog back from a copy",
+            )
+        )
+    stored = int(written)
     if stored > FORMAT or revision > migrations.HEAD:
         raise IncompatibleFormat(
             explain(

@@ -54,6 +54,7 @@ def open_ledger(uri: str | Path, *, create: bool = False, catalog: str | None = 
         NotFound: there is none, and `create` is False.
         IncompatibleFormat: the folder holds something else, or a ledger of another version.
         StorageFailed: the place cannot be read or written.
+        Corrupt: the catalog is damaged so that it cannot be read.
         InvalidArgument: a kind of place or catalog that is not supported.
     """
     root = local_root(uri)

@@ -36,16 +36,16 @@ def catalog_differences(catalog: Catalog) -> list[tuple[str, str, str]]:
     """
     if catalog.engine.dialect.name != "sqlite":
         return []
+    found: list[tuple[str, str, str]] = []
     try:
         with catalog.read() as connection:
-            return [
-                *_integrity(connection),
-                *_foreign_keys(connection),
-                *_declared(connection),
-                *_types(connection),
-            ]
+            for check in (_integrity, _foreign_keys, _declared, _types):
+                for difference in check(connection):
+                    found.append(difference)
     except Corrupt as error:
-        return [("reading it", "a sound database", " ".join(str(error).split()))]
+        said = " ".join(str(error.__cause__ or error).split())
+        found.append(("reading it", "a sound database", said))
+    return found
 
 
 def _integrity(connection: sa.Connection) -> Iterator[tuple[str, str, str]]:

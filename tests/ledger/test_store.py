@@ -16,6 +16,7 @@ from ledger.catalog.records import Receipt
 from ledger.errors import (
     AlreadyExists,
     Conflict,
+    Corrupt,
     FencedOff,
     IdempotencyConflict,
     IncompatibleFormat,
@@ -359,6 +360,6 @@ def test_foreign_exceptions_do_not_come_out(tmp_path: Path) -> None:
         writer = ledger.writer("r", producer="p")
         with ledger.catalog.write() as connection:
             connection.exec_driver_sql("DROP TABLE locations")
-        with pytest.raises(StorageFailed, match="locations"):
+        with pytest.raises(Corrupt, match="locations"):
             writer.append([factory.score(0, 1.0)])
         assert ledger.run("r").head_seq == 0

@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from ledger import Ledger, open_ledger
 from ledger.catalog.tables import METADATA
+from ledger.cli import main
 from ledger.errors import Corrupt, LedgerError, NotFound
 from ledger.finding import Finding
 from ledger.verify import verify_ledger
@@ -305,7 +306,8 @@ NOTED_ONCE = {
 def dump(catalog: Path) -> dict[str, Any]:
     """What the tables say, read from their own pages without any index; errors as they come.
 
-    Columns that are noted once are left out, and so is what a schema says in other words.
+    Columns that are noted once are left out, and so is how a schema spells what it says: SQLite
+    does not tell capitals in names.
     """
     connection = sqlite3.connect(f"file:{catalog}?mode=ro", uri=True)
     connection.text_factory = bytes
@@ -313,9 +315,8 @@ def dump(catalog: Path) -> dict[str, Any]:
     try:
         for name, table in METADATA.tables.items():
             for pragma in ("table_info", "foreign_key_list", "index_list"):
-                said[f"{pragma} {name}"] = sorted(
-                    map(repr, connection.execute(f"PRAGMA {pragma}({name})"))
-                )
+                rows = connection.execute(f"PRAGMA {pragma}({name})")
+                said[f"{pragma} {name}"] = sorted(repr(row).lower() for row in rows)
             columns = [c.name for c in table.columns if c.name not in NOTED_ONCE.get(name, ())]
             listed = ", ".join(f'"{c}"' for c in columns)
             said[name] = sorted(
@@ -365,3 +366,66 @@ def test_every_flipped_bit_that_changes_what_the_catalog_says_is_found(
             unnoticed.append((at, bit))
     assert unnoticed == []
     assert changed > FLIPS // 4
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE meta SET value = 'q' WHERE key = 'format'",
+        "UPDATE meta SET value = '' WHERE key = 'format'",
+        "UPDATE meta SET key = 'f' WHERE key = 'format'",
+        "UPDATE meta SET key = 'l' WHERE key = 'ledger_id'",
+        "ALTER TABLE meta RENAME TO metb",
+        "ALTER TABLE meta RENAME COLUMN value TO valve",
+        "UPDATE meta SET value = CAST(x'f1' AS TEXT) WHERE key = 'format'",
+    ],
+)
+def test_a_catalog_that_does_not_say_what_it_is_is_corrupt(folder: Path, statement: str) -> None:
+    connection = sqlite3.connect(folder / "catalog.sqlite")
+    with connection:
+        connection.execute(statement)
+    connection.close()
+    with pytest.raises(Corrupt, match="from a copy"):
+        open_ledger(folder)
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("DROP INDEX ix_locations_path", "indexes"),
+        ("ALTER TABLE counters RENAME COLUMN next TO text", "columns"),
+        ("UPDATE runs SET head_chain = 7", "blob"),
+        ("UPDATE segments SET chain = 'text' WHERE first_seq = 1", "blob"),
+        ("UPDATE segments SET rows = x'00' WHERE first_seq = 1", "integer"),
+        ("UPDATE runs SET created_at = 'x'", "integer"),
+        ("UPDATE allocations SET run_id = 'rum'", "a row in runs"),
+        ("UPDATE allocations SET first = first + 1 WHERE key = 'more'", "its numbers"),
+        ("UPDATE counters SET next = next + 1 WHERE name = 'index'", "its next number"),
+    ],
+)
+def test_damage_that_no_event_contradicts_is_found(folder: Path, statement: str, says: str) -> None:
+    with open_ledger(folder) as ledger:
+        ledger.allocate(factory.RUN, "index", "more", 4)
+        ledger.allocate(factory.RUN, "index", "and more", 4)
+    connection = sqlite3.connect(folder / "catalog.sqlite")
+    with connection:
+        connection.execute(statement)
+    connection.close()
+    assert any(says in str(finding) for finding in findings(folder, checkpoints=False))
+
+
+def test_damaged_pages_are_told_by_every_command_without_a_traceback(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    catalog = folder / "catalog.sqlite"
+    good = catalog.read_bytes()
+    catalog.write_bytes(good[:4096] + bytes(len(good) - 4096))
+    assert main(["runs", "--ledger", str(folder)]) == 2
+    assert "put the catalog back from a copy" in capsys.readouterr().err
+    assert main(["verify", "--ledger", str(folder)]) in (1, 2)
+    shown = capsys.readouterr()
+    assert "malformed" in shown.out + shown.err
+    at = good.index(b"CREATE TABLE")
+    catalog.write_bytes(good[:at] + b"KREATE" + good[at + 6 :])
+    assert main(["verify", "--ledger", str(folder)]) == 2
+    assert "malformed database schema" in capsys.readouterr().err
