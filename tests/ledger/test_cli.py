@@ -211,7 +211,12 @@ def test_check_and_verify_of_a_sound_ledger(run: Run) -> None:
     code, out, _ = run("verify")
     assert code == 0
     assert "102 events" in out
+    assert "3 checkpoints: all as committed" in out
     assert json.loads(run("verify", "--json")[1])["findings"] == []
+    code, out, _ = run("verify", "--no-checkpoints")
+    assert code == 0
+    assert "no checkpoint compared" in out
+    assert json.loads(run("verify", "--no-checkpoints", "--json")[1])["checkpoints"] is None
 
 
 def test_check_finds_a_violation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
