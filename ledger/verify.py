@@ -85,10 +85,12 @@ def verify_ledger(
     """Check the catalog, file hashes, logical hashes, the chain, all catalog rows and checkpoints.
 
     Of one run, or of all. The catalog comes first: where it is damaged as a database, that is what
-    is reported, and nothing else is compared with it. Of `runs.created_at`, `commits.committed_at`,
-    `meta.ledger_id` and the keys of allocated numbers there is no second record, so only their type
-    is checked. `checkpoints=False` leaves out the files of checkpoints, which may be large, or kept
-    elsewhere.
+    is reported, and nothing else is compared with it. `runs.created_at`, `commits.committed_at`,
+    `meta.ledger_id` and `allocations.key` have no second record: only their type is checked. Of a
+    producer's epoch it is known only that it is not below that of its commits, of numbers given out
+    only that they do not overlap and lie below their counter.
+
+    `checkpoints=False` leaves out the files of checkpoints, which may be large, or kept elsewhere.
 
     `progress(done, total)` is called after each segment and each checkpoint. Nothing is changed,
     nothing is raised for what is found: a report lists it all.
