@@ -19,7 +19,8 @@ from ledger.events import BranchForked, RunStarted
 from ledger.redact import redact
 from ledger.store import Ledger
 from trainer.history import History, read_history
-from trainer.options import OPTIONS, content_of, places_of, validate
+from trainer.option_values import check_values, content_of, places_of, validate
+from trainer.options import OPTIONS
 
 __all__ = ["Standing", "find_standing"]
 
@@ -63,6 +64,7 @@ class Standing:
 
 def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     """Decide what the command asks for. Raises InvalidArgument, NotFound or AlreadyExists."""
+    check_values(explicit)
     if "from_version" in explicit:
         return _fork(ledger, explicit)
     run_id = explicit.get("run_id") or (

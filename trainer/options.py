@@ -11,24 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ledger.errors import InvalidArgument, explain
-from trainer.ranges import LARGEST, LARGEST_FLOAT, Range, above, at_least
+from trainer.ranges import LARGEST, Range, above, at_least
 
-__all__ = [
-    "OPTIONS",
-    "Option",
-    "add_options",
-    "check_values",
-    "content_of",
-    "defaults",
-    "places_of",
-    "validate",
-]
+__all__ = ["OPTIONS", "Option", "add_options"]
 
 Group = Literal["ledger", "checkpoint", "rollout", "algorithm", "parallelism", "optimizer"]
 
@@ -418,117 +407,3 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option] = OPT
                 if option.choices is None:
                     keywords["metavar"] = metavar
             section.add_argument(option.flag, **keywords)
-
-
-def defaults() -> dict[str, Any]:
-    """The value of every option where neither the command line nor a recorded run sets it."""
-    return {option.name: option.default for option in OPTIONS}
-
-
-def content_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that decide what comes out."""
-    return {o.name: values[o.name] for o in OPTIONS if o.content and o.name in values}
-
-
-def places_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say where, how long and how often."""
-    return {o.name: values[o.name] for o in OPTIONS if not o.content and o.name in values}
-
-
-def check_values(values: Mapping[str, Any]) -> None:
-    """Check what was given, option by option; what is absent or None is not looked at.
-
-    Raises InvalidArgument, naming the flag: a number that is not finite or out of its range, an
-    empty text, a JSON object with a number that is not finite.
-    """
-    for option in OPTIONS:
-        value = values.get(option.name)
-        if value is None:
-            continue
-        expected: object = None
-        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-            expected = "a finite number of 32 bits"
-        elif option.within is not None and value not in option.within:
-            expected = option.within
-        elif option.type is str and not value:
-            expected = "a text that is not empty"
-        elif option.choices is not None and value not in option.choices:
-            expected = f"one of {', '.join(option.choices)}"
-        elif option.type == "json" and not _is_finite(value):
-            expected = "finite numbers"
-        if expected is not None:
-            raise _refused(option.flag, expected, repr(value))
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether a JSON value holds no NaN and no infinity."""
-    if isinstance(value, Mapping):
-        return all(_is_finite(inner) for inner in value.values())
-    if isinstance(value, (list, tuple)):
-        return all(_is_finite(inner) for inner in value)
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _refused(on: str, expected: object, found: object, do: str | None = None) -> InvalidArgument:
-    return InvalidArgument(
-        explain("checking the options", on=on, expected=expected, found=found, do=do)
-    )
-
-
-def validate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what follows from other options. Raises InvalidArgument for what cannot work.
-
-    The result has every content and place option of `OPTIONS` by name. `values` are checked by
-    `check_values` first.
-    """
-    check_values(values)
-    full = {**defaults(), **values}
-    if full["min_lr"] > full["lr"]:
-        raise _refused("--min-lr", f"at most --lr {full['lr']}", full["min_lr"])
-    made = full["rollout_batch_size"] * full["n_samples_per_prompt"]
-    if full["global_batch_size"] is None:
-        steps = full["num_steps_per_rollout"]
-        if made % steps:
-            raise InvalidArgument(
-                explain(
-                    "dividing a rollout step into optimizer steps",
-                    on=f"--num-steps-per-rollout {steps}",
-                    expected="a divisor of rollout_batch_size × n_samples_per_prompt = "
-                    f"{full['rollout_batch_size']} × {full['n_samples_per_prompt']} = {made}",
-                    found=steps,
-                    do="change --num-steps-per-rollout, or give --global-batch-size",
-                )
-            )
-        full["global_batch_size"] = made // steps
-    if values.get("micro_batch_size") is None:
-        full["micro_batch_size"] = min(full["micro_batch_size"], full["global_batch_size"])
-    if full["micro_batch_size"] > full["global_batch_size"]:
-        raise _refused(
-            "--micro-batch-size",
-            f"at most the samples of an optimizer step, {full['global_batch_size']}",
-            full["micro_batch_size"],
-            "give a smaller --micro-batch-size, or a larger --global-batch-size",
-        )
-    if full["over_sampling_batch_size"] is None:
-        full["over_sampling_batch_size"] = full["rollout_batch_size"]
-    if full["use_kl_loss"] and full["kl_coef"]:
-        raise InvalidArgument(
-            explain(
-                "choosing where the KL goes",
-                on="--use-kl-loss and --kl-coef",
-                expected="one of them",
-                found=f"--use-kl-loss with --kl-coef {full['kl_coef']}",
-                do="--use-kl-loss puts it in the loss, --kl-coef in the reward",
-            )
-        )
-    if full["recompute_logprobs_via_prefill"] and full["seq_length"] is None:
-        raise InvalidArgument(
-            explain(
-                "fixing the shape of the log-prob forward",
-                on="--recompute-logprobs-via-prefill",
-                expected="--seq-length, the width that engine and trainer share",
-                found="no --seq-length",
-                do="give --seq-length at least the longest prompt plus --rollout-max-response-len",
-            )
-        )
-    return full

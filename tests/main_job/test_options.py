@@ -11,7 +11,8 @@ import pytest
 
 import trainer.cli
 from ledger.errors import InvalidArgument
-from trainer.options import OPTIONS, add_options, check_values, defaults, validate
+from trainer.option_values import check_values, defaults, validate
+from trainer.options import OPTIONS, add_options
 from trainer.ranges import LARGEST, Range, above, at_least
 
 FLOATS = [option.name for option in OPTIONS if option.type is float]
