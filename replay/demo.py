@@ -52,12 +52,14 @@ class Demo:
 
 _TINY = (
     *("--task", "reasoning_gym:spell_backward"),
-    *("--num-rollout", "14", "--num-steps-per-rollout", "2"),
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8"),
     *("--over-sampling-batch-size", "4", "--rollout-max-response-len", "6"),
+    *("--num-rollout", "14", "--num-steps-per-rollout", "2", "--lr", "1e-3"),
     *("--micro-batch-size", "64", "--seq-length", "20", "--recompute-logprobs-via-prefill"),
-    *("--lr", "1e-3", "--save-interval", "5", "--eval-interval", "5", "--n-eval-prompts", "128"),
+    *("--save-interval", "5", "--eval-interval", "5", "--n-eval-prompts", "128"),
 )
+_SHORT_WORDS = ("--task-options", '{"min_word_len": 3, "max_word_len": 3}')
+"""Experts see fewer tokens each, and learn words of three letters in the time there is."""
 
 DEMOS = {
     "smollm2": Demo(
@@ -84,9 +86,9 @@ DEMOS = {
         verify=("--from-version", "20"),
     ),
     "tiny-moe": Demo(
-        title="a mixture-of-experts character model learns to spell backward",
-        model=("tiny", "--moe"),
-        train=_TINY,
+        title="a mixture-of-experts character model learns to spell three letters backward",
+        model=("tiny", "--moe", *_SHORT_WORDS),
+        train=(*_TINY, *_SHORT_WORDS),
         fork_at=20,
         retrain=("--eval-interval", "5"),
         verify=("--from-version", "20"),

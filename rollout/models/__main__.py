@@ -19,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="the folder to make")
     parser.add_argument("--moe", action="store_true", help="tiny: Qwen3-MoE instead of dense")
     parser.add_argument("--task", default="reasoning_gym:spell_backward", help="tiny: warm-up task")
+    parser.add_argument(
+        "--task-options", default="{}", metavar="JSON", help="tiny: options of the warm-up task"
+    )
     parser.add_argument("--seed", type=int, default=0, help="tiny: seed of weights and warm-up")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
@@ -34,7 +37,12 @@ def main(argv: list[str] | None = None) -> int:
             from rollout.models.tiny import make_tiny_model
 
             made = make_tiny_model(
-                args.output, moe=args.moe, task=args.task, seed=args.seed, progress=progress
+                args.output,
+                moe=args.moe,
+                task=args.task,
+                seed=args.seed,
+                progress=progress,
+                task_options=args.task_options,
             )
         else:
             from rollout.models.smollm2 import make_smollm2
