@@ -25,7 +25,11 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rollout.models.tiny import make_tiny_model
 
     return make_tiny_model(
-        tmp_path_factory.mktemp("models") / "moe", moe=True, warmup_steps=25, warmup_lr=1e-2
+        tmp_path_factory.mktemp("models") / "moe",
+        moe=True,
+        warmup_steps=25,
+        warmup_lr=1e-2,
+        wrong_share=0.2,
     )
 
 
