@@ -218,7 +218,7 @@ def _done_again(
             for events in before:
                 writer.append(events)
             for one in steps:
-                writing = _append_again(ledger, writer, one.appends[:-1], run_id)
+                writing = _append_again(writer, one.appends[:-1])
                 began = time.perf_counter()
                 indices = one.step.indices
                 if not one.step.step_in_rollout:
@@ -229,7 +229,7 @@ def _done_again(
                     )
                 load_batch(ledger.reader(run_id, branch=None), indices)
                 reading = time.perf_counter() - began
-                writing += _append_again(ledger, writer, one.appends[-1:], run_id)
+                writing += _append_again(writer, one.appends[-1:])
                 spent.append((writing, reading))
     return spent
 
@@ -239,18 +239,9 @@ def _rollout_samples(steps: Sequence[RecordedStep], one: RecordedStep) -> int:
     return sum(len(step.indices) for step in same)
 
 
-def _append_again(
-    ledger: Ledger, writer: Writer, appends: Sequence[tuple[Event, ...]], run_id: str
-) -> float:
-    """Seconds of the appends, with the numbers that are asked for before prompts and a step."""
+def _append_again(writer: Writer, appends: Sequence[tuple[Event, ...]]) -> float:
+    """Seconds of the appends."""
     began = time.perf_counter()
     for events in appends:
-        kinds = {type(e).KIND for e in events}
-        key = f"bench/{events[0].recorded_at}"
-        if "prompt_issued" in kinds:
-            ledger.allocate(run_id, "group", key, 1)
-            ledger.allocate(run_id, "index", key, 1)
-        if "step_committed" in kinds:
-            ledger.allocate(run_id, "weight_version", key, 1)
         writer.append(events)
     return time.perf_counter() - began
