@@ -56,7 +56,7 @@ def check_step(
             "--kl-coef" if algorithm.kl_coef != 0 else "--use-kl-loss",
             "a reference model",
             "none",
-            "give one (--ref-load), or switch the KL off",
+            "pass the run's first version as reference, or switch the KL off",
         )
     _check_old(batch, algorithm, step_in_rollout, old_log_probs_N)
 

@@ -119,7 +119,7 @@ def stop_token_ids(source: PromptSource, tokenizer: Any) -> tuple[int, ...]:
                     on=source.name,
                     expected="a tokenizer with an end token",
                     found="none",
-                    do="give --rollout-stop-token-ids",
+                    do="set eos_token in the tokenizer's tokenizer_config.json",
                 )
             )
         ids.append(int(tokenizer.eos_token_id))

@@ -1,0 +1,35 @@
+"""What an error tells a user to do can be done: every flag that a message names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trainer.options import OPTIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)+")
+
+ELSEWHERE = {
+    *("--api-key", "--untracked-files", "--no-deps", "--model-path"),  # not commands of ours
+    *("--as-of", "--memory-limit", "--no-checkpoints", "--task-options"),  # ledger, rollout.models
+    *("--to-version", "--from-version"),  # ledger-replay
+}
+
+
+def test_every_flag_named_in_code_and_documents_exists() -> None:
+    known = {o.flag for o in OPTIONS} | {f"--no-{o.flag[2:]}" for o in OPTIONS if o.type is bool}
+    files = [
+        p
+        for folder in ("ledger", "rollout", "trainer", "replay")
+        for p in (ROOT / folder).rglob("*.py")
+    ]
+    files += [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    unknown = {
+        f"{path.relative_to(ROOT)}: {flag}"
+        for path in files
+        for flag in FLAG.findall(path.read_text(encoding="utf-8"))
+        if flag not in known | ELSEWHERE
+    }
+    assert len(files) > 50
+    assert not unknown
