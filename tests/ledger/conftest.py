@@ -9,6 +9,8 @@ import pytest
 
 from ledger import Ledger
 from tests.ledger.factory import MemoryReader, story_tables, write_story
+from tests.servers.s3 import S3Server
+from tests.servers.s3 import s3_server as start_s3_server
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +29,10 @@ def story_path(story_ledger: Ledger) -> Path:
 def everything() -> MemoryReader:
     """The story on all branches, in memory."""
     return MemoryReader(story_tables())
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """An S3 server for the whole session; ask it for a bucket of your own."""
+    with start_s3_server() as server:
+        yield server

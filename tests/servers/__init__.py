@@ -1,0 +1,1 @@
+"""Real servers for tests, each in a process of its own."""
