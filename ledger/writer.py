@@ -28,7 +28,7 @@ from ledger.storage import Staged
 if TYPE_CHECKING:
     from ledger.store import Ledger
 
-__all__ = ["Writer", "content_hash"]
+__all__ = ["Writer", "content_hash", "encode_append"]
 
 _RECORDED_AT = 1000  # the field id of Event.recorded_at
 
@@ -76,20 +76,26 @@ class Writer:
             Conflict: a version, branch or sample is taken or unknown.
             StorageFailed: the store or the catalog did not take it.
         """
+        now = time.time_ns() // 1000
+        tables = encode_append(events, self.run_id, self.branch, recorded_at=now)
+        return self.append_tables(tables, producer_seq=producer_seq)
+
+    def append_tables(
+        self, tables: Mapping[str, pa.Table], *, producer_seq: int | None = None
+    ) -> Receipt:
+        """As `append`, of events that `encode_append` has made tables of. Raises what it raises."""
         with self._lock:
             if self._closed:
                 raise InvalidArgument(
                     explain("an append was refused: its writer is closed", on=self.producer)
                 )
             number = self._next if producer_seq is None else producer_seq
-            receipt = self._append(events, number, repeated=producer_seq is not None)
+            receipt = self._append(tables, number, repeated=producer_seq is not None)
             self._next = max(self._next, number + 1)
             return receipt
 
-    def _append(self, events: Sequence[Event], number: int, *, repeated: bool) -> Receipt:
+    def _append(self, tables: Mapping[str, pa.Table], number: int, *, repeated: bool) -> Receipt:
         now = time.time_ns() // 1000
-        tables = _by_kind(events, now)
-        self._require_own_names(tables)
         # The disk takes the bytes while they are hashed and checked; they get a name, and so become
         # part of the store, only after that.
         pieces = [
@@ -151,20 +157,6 @@ class Writer:
         with catalog.write() as connection:
             return commits.commit(connection, dataclasses.replace(pending, segments=segments))
 
-    def _require_own_names(self, tables: Mapping[str, pa.Table]) -> None:
-        """Events that name their run or branch must name the one that they are written to."""
-        for field, own in (("run_id", self.run_id), ("branch", self.branch)):
-            for kind, table in tables.items():
-                if field in table.column_names:
-                    for row, named in enumerate(table.column(field).to_pylist()):
-                        if named != own:
-                            refuse(
-                                kind, row, field, f"{own!r}, which it is written to", repr(named)
-                            )
-        forks = tables.get("branch_forked")
-        if forks is not None and forks.num_rows > 1:
-            refuse("branch_forked", 1, "branch", "one fork in an append", forks.num_rows)
-
 
 def _segment(
     kind: str, table: pa.Table, digests: dict[int, bytes], file: SegmentFile
@@ -174,7 +166,17 @@ def _segment(
     return PendingSegment(kind, layout, logical, ranges_of(table), file)
 
 
-def _by_kind(events: Sequence[Event], now: int) -> dict[str, pa.Table]:
+def encode_append(
+    events: Sequence[Event], run_id: str, branch: str, *, recorded_at: int
+) -> dict[str, pa.Table]:
+    """The tables of an append to a branch, by kind in the order of first appearance.
+
+    They share no memory with the events. `recorded_at` is in microseconds since 1970-01-01 UTC.
+
+    Raises:
+        InvalidEvent: an event breaks its layout, or names another run or branch.
+        InvalidArgument: there are no events, or something that is none.
+    """
     groups: dict[str, list[Event]] = {}
     for item in events:
         kind = getattr(type(item), "KIND", None)
@@ -191,7 +193,24 @@ def _by_kind(events: Sequence[Event], now: int) -> dict[str, pa.Table]:
         raise InvalidArgument(
             explain("an append was refused", expected="at least one event", found="none")
         )
-    return {kind: events_to_table(group, recorded_at=now) for kind, group in groups.items()}
+    tables = {
+        kind: events_to_table(group, recorded_at=recorded_at) for kind, group in groups.items()
+    }
+    _require_own_names(tables, run_id, branch)
+    return tables
+
+
+def _require_own_names(tables: Mapping[str, pa.Table], run_id: str, branch: str) -> None:
+    """Events that name their run or branch must name the one that they are written to."""
+    for field, own in (("run_id", run_id), ("branch", branch)):
+        for kind, table in tables.items():
+            if field in table.column_names:
+                for row, named in enumerate(table.column(field).to_pylist()):
+                    if named != own:
+                        refuse(kind, row, field, f"{own!r}, which it is written to", repr(named))
+    forks = tables.get("branch_forked")
+    if forks is not None and forks.num_rows > 1:
+        refuse("branch_forked", 1, "branch", "one fork in an append", forks.num_rows)
 
 
 def content_hash(tables: Mapping[str, pa.Table], digests: Mapping[str, dict[int, bytes]]) -> bytes:
