@@ -14,7 +14,6 @@ import sqlalchemy as sa
 from ledger.catalog import commit as commits
 from ledger.catalog import queries
 from ledger.catalog import tables as t
-from ledger.catalog.allocate import allocate
 from ledger.catalog.engine import Catalog, sqlite_url
 from ledger.catalog.records import (
     MAIN,
@@ -36,7 +35,7 @@ from ledger.lookup import LedgerLookup
 from ledger.place import CATALOG, local_root, require_format
 from ledger.place import create as create_place
 from ledger.reader import Reader
-from ledger.segment import SegmentReader
+from ledger.segment_reader import SegmentReader
 from ledger.storage import LocalStore
 from ledger.writer import Writer
 
@@ -111,7 +110,7 @@ class Ledger:
     @property
     def uri(self) -> str:
         """Where it is."""
-        return self.root.as_uri()
+        return self.store.uri
 
     def __enter__(self) -> Ledger:
         return self
@@ -329,18 +328,6 @@ class Ledger:
             if up_to is None or (known and known[-1].first_seq <= up_to):
                 return list(known)
             return [s for s in known if s.first_seq <= up_to]
-
-    def allocate(self, run_id: str, name: str, key: str, count: int) -> int:
-        """The first of `count` consecutive numbers that nobody else in the run gets under `name`.
-
-        The same (run, name, key) gives the same numbers again, in any process. They lie above all
-        that stored events use ('index', 'group', 'rollout' and 'weight_version' are known).
-
-        Raises:
-            Conflict: the key was used with another count.
-        """
-        with self.catalog.write() as connection:
-            return allocate(connection, run_id, name, key, count)
 
     def content_digest(self, run_id: str, branch: str | None = MAIN) -> bytes:
         """What two runs are compared by: blake3 over the content of all rows of the lineage.

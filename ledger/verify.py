@@ -25,7 +25,8 @@ from ledger.hashing import (
     digest_of_columns,
     idempotency_key,
 )
-from ledger.segment import Identity, SegmentReader, read_identity
+from ledger.segment import Identity, read_identity
+from ledger.segment_reader import SegmentReader
 from ledger.verify_checkpoints import compare_checkpoint
 from ledger.writer import content_hash
 
@@ -85,10 +86,9 @@ def verify_ledger(
     """Check the catalog, file hashes, logical hashes, the chain, all catalog rows and checkpoints.
 
     Of one run, or of all. The catalog comes first: where it is damaged as a database, that is what
-    is reported, and nothing else is compared with it. `runs.created_at`, `commits.committed_at`,
-    `meta.ledger_id` and `allocations.key` have no second record: only their type is checked. Of a
-    producer's epoch it is known only that it is not below that of its commits, of numbers given out
-    only that they do not overlap and lie below their counter.
+    is reported, and nothing else is compared with it. `runs.created_at`, `commits.committed_at` and
+    `meta.ledger_id` have no second record: only their type is checked. Of a producer's epoch it is
+    known only that it is not below that of its commits.
 
     `checkpoints=False` leaves out the files of checkpoints, which may be large, or kept elsewhere.
 
@@ -174,7 +174,7 @@ class _State:
             .where(t.commits.c.run_id.concat("") == run_id)
             .order_by(t.commits.c.first_seq)
         ).all()
-        derived = (t.branches, t.versions, t.consumption, t.producers, t.counters, t.allocations)
+        derived = (t.branches, t.versions, t.consumption, t.producers)
         return _State(
             run=connection.execute(sa.select(t.runs).where(t.runs.c.run_id == run_id)).one(),
             segments=segments_after(connection, run_id, 0),
@@ -276,14 +276,13 @@ class _RunCheck:
             self._derived.append((commit, derive(tables)))
 
     def derived_rows(self) -> None:
-        """Branches, versions, consumption, producers and counters, against the events."""
+        """Branches, versions, consumption and producers, against the events."""
         if len(self._derived) < len(self._state.commits):
             return  # some events could not be read, so what follows from them is not known
         self._compare_rows(t.branches, self._branches())
         self._compare_rows(t.versions, self._versions())
         self._compare_rows(t.consumption, self._consumption())
         self._epochs()
-        self._numbers()
 
     def _branches(self) -> Iterable[tuple[Any, ...]]:
         run_id = self._state.run.run_id
@@ -316,29 +315,6 @@ class _RunCheck:
             if found.get(name, -1) < low:
                 where = f"catalog, producers {name!r}"
                 self._find(where, "its epoch", f"{low} or more", found.get(name))
-
-    def _numbers(self) -> None:
-        """Numbers given out do not overlap; a counter is right above those given out or used."""
-        above: dict[str, int] = {}
-        for _, derived in self._derived:
-            for name, largest in derived.used.items():
-                above[name] = max(largest + 1, above.get(name, 0))
-        given = sorted(
-            (row["name"], row["first"], row["count"], row["key"])
-            for row in self._state.rows["allocations"]
-        )
-        last: dict[str, int] = {}
-        for name, first, count, key in given:
-            where = f"catalog, allocations {name!r}, key {key!r}"
-            if count < 1 or first < last.get(name, 0):
-                expected = f"1 or more, from {last.get(name, 0)} on"
-                self._find(where, "its numbers", expected, f"{count} from {first} on")
-            last[name] = first + count
-            above[name] = max(first + count, above.get(name, 0))
-        found = {row["name"]: row["next"] for row in self._state.rows["counters"]}
-        for name in sorted(above.keys() | found.keys()):
-            where = f"catalog, counters {name!r}"
-            self._same(where, "its next number", above.get(name, "none"), found.get(name, "none"))
 
     def _compare_rows(self, table: sa.Table, wanted: Iterable[tuple[Any, ...]]) -> None:
         columns = [c.name for c in table.columns]

@@ -137,7 +137,6 @@ class Writer:
             forked=derived.forked[0] if derived.forked else None,
             published=derived.published,
             consumed=derived.consumed,
-            used=derived.used,
         )
         catalog = self._ledger.catalog
         if repeated:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 __all__ = ["HEAD", "current", "downgrade", "upgrade"]
 
-HEAD = "0001"
+HEAD = "0002"
 
 
 def current(connection: sa.Connection) -> str | None:

@@ -20,7 +20,7 @@ from ledger.errors import (
 )
 from ledger.hashing import chain_link, idempotency_key
 
-__all__ = ["begin_epoch", "commit", "find_receipt", "lock_run", "raise_counter"]
+__all__ = ["begin_epoch", "commit", "find_receipt", "lock_run"]
 
 # Built once: to put a statement together takes SQLAlchemy longer than SQLite takes to run it.
 _run: sa.BindParameter[str] = sa.bindparam("of_run")
@@ -46,17 +46,8 @@ _COMMIT_OF_KEY = sa.select(t.commits).where(
 _BRANCH = sa.select(t.branches.c.name).where(
     t.branches.c.run_id == _run, t.branches.c.name == sa.bindparam("of_name")
 )
-_COUNTERS = sa.select(t.counters.c.name, t.counters.c.next).where(t.counters.c.run_id == _run)
-_COUNTER = sa.select(t.counters.c.next).where(
-    t.counters.c.run_id == _run, t.counters.c.name == sa.bindparam("of_name")
-)
-_RAISE_COUNTER = (
-    t.counters.update()
-    .where(t.counters.c.run_id == _run, t.counters.c.name == sa.bindparam("of_name"))
-    .values(next=sa.bindparam("to_next"))
-)
-_ADD_COMMIT, _ADD_SEGMENTS, _ADD_LOCATIONS, _ADD_COUNTER = (
-    table.insert() for table in (t.commits, t.segments, t.locations, t.counters)
+_ADD_COMMIT, _ADD_SEGMENTS, _ADD_LOCATIONS = (
+    table.insert() for table in (t.commits, t.segments, t.locations)
 )
 
 
@@ -203,31 +194,8 @@ def commit(connection: sa.Connection, pending: PendingCommit) -> Receipt:
         _add_version(connection, pending, published, base)
     for consumed in pending.consumed:
         _add_consumption(connection, pending, consumed, base)
-    _raise_counters(connection, pending)
     connection.execute(_MOVE_HEAD, {"of_run": pending.run_id, "to_seq": last, "to_chain": chain})
     return Receipt(base, last, chain)
-
-
-def raise_counter(connection: sa.Connection, run_id: str, name: str, at_least: int) -> int:
-    """The counter's next number, not below `at_least`. The run must be locked."""
-    this = {"of_run": run_id, "of_name": name}
-    found = connection.execute(_COUNTER, this).scalar()
-    if found is None:
-        first = max(at_least, 0)
-        connection.execute(_ADD_COUNTER, {"run_id": run_id, "name": name, "next": first})
-        return first
-    if found < at_least:
-        connection.execute(_RAISE_COUNTER, this | {"to_next": at_least})
-    return max(int(found), at_least)
-
-
-def _raise_counters(connection: sa.Connection, pending: PendingCommit) -> None:
-    """Keep every counter above the numbers that the events use."""
-    rows = connection.execute(_COUNTERS, {"of_run": pending.run_id})
-    following = {row.name: int(row.next) for row in rows}
-    for name, largest in pending.used.items():
-        if following.get(name, -1) <= largest:
-            raise_counter(connection, pending.run_id, name, largest + 1)
 
 
 def _branch_exists(connection: sa.Connection, run_id: str, name: str) -> bool:
@@ -307,7 +275,7 @@ def _add_version(
                 on=where,
                 expected="a version that is new in the run",
                 found=f"published on branch {known[version]!r}",
-                do="take the number from Ledger.allocate",
+                do="number versions with ledger.numbering, by the branch",
             )
         )
     if parent is not None and parent not in known:

@@ -1,4 +1,4 @@
-"""What the catalog keeps of events themselves: branches, versions, consumption, numbers in use.
+"""What the catalog keeps of events themselves: branches, versions, consumption.
 
 All of it follows from the stored events, so that a lost catalog can be made again from them.
 """
@@ -15,15 +15,7 @@ import pyarrow.compute as pc
 from ledger.catalog.records import Consumed, Forked, Published
 from ledger.catalog.tables import RANGES
 
-__all__ = ["COUNTERS", "Derived", "derive", "ranges_of"]
-
-COUNTERS = {
-    "index": ("index", "indices"),
-    "group_index": ("group_index",),
-    "rollout_id": ("rollout_id", "rollout_ids"),
-    "weight_version": ("weight_version",),
-}
-"""Name of a counter → columns that use its numbers."""
+__all__ = ["Derived", "derive", "ranges_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +25,6 @@ class Derived:
     forked: tuple[Forked, ...]
     published: tuple[Published, ...]
     consumed: tuple[Consumed, ...]
-    used: Mapping[str, int]
 
 
 def derive(tables: Mapping[str, pa.Table]) -> Derived:
@@ -41,7 +32,6 @@ def derive(tables: Mapping[str, pa.Table]) -> Derived:
     forked: list[Forked] = []
     published: list[Published] = []
     consumed: list[Consumed] = []
-    used: dict[str, int] = {}
     offset = 0
     for kind, table in tables.items():
         if kind == "branch_forked":
@@ -55,26 +45,12 @@ def derive(tables: Mapping[str, pa.Table]) -> Derived:
         elif kind == "step_committed":
             for i, (step, indices) in enumerate(_rows(table, "step", "indices")):
                 consumed.append(Consumed(step, tuple(indices), offset + i))
-        _add_used(used, table)
         offset += table.num_rows
-    return Derived(tuple(forked), tuple(published), tuple(consumed), used)
+    return Derived(tuple(forked), tuple(published), tuple(consumed))
 
 
 def _rows(table: pa.Table, *names: str) -> list[tuple[Any, ...]]:
     return list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
-
-
-def _add_used(used: dict[str, int], table: pa.Table) -> None:
-    for counter, columns in COUNTERS.items():
-        for name in columns:
-            if name not in table.column_names:
-                continue
-            values = table.column(name)
-            if pa.types.is_list(values.type):
-                values = pc.list_flatten(values)
-            largest = pc.max(values).as_py()
-            if largest is not None:
-                used[counter] = max(largest, used.get(counter, largest))
 
 
 def ranges_of(table: pa.Table) -> dict[str, tuple[int, int]]:

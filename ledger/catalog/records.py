@@ -147,5 +147,3 @@ class PendingCommit:
     forked: Forked | None
     published: tuple[Published, ...]
     consumed: tuple[Consumed, ...]
-    used: Mapping[str, int]
-    """Largest number that the events use, by name of the counter."""

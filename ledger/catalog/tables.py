@@ -23,16 +23,17 @@ from sqlalchemy import (
 __all__ = [
     "METADATA",
     "RANGES",
-    "allocations",
     "branches",
     "commits",
     "consumption",
-    "counters",
+    "exports",
     "locations",
     "meta",
     "producers",
     "runs",
     "segments",
+    "tombstones",
+    "unreferenced",
     "versions",
 ]
 
@@ -152,22 +153,30 @@ consumption = Table(
     ForeignKeyConstraint(["run_id"], ["runs.run_id"]),
 )
 
-counters = Table(
-    "counters",
+tombstones = Table(
+    "tombstones",
     METADATA,
     Column("run_id", String, primary_key=True),
-    Column("name", String, primary_key=True),
-    Column("next", BigInteger, nullable=False),  # the first number that was neither given nor used
+    Column("first_seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("seq", BigInteger, nullable=False),  # the rows_retired event that says why
+    ForeignKeyConstraint(["run_id", "first_seq"], ["segments.run_id", "segments.first_seq"]),
+)
+
+unreferenced = Table(
+    "unreferenced",
+    METADATA,
+    Column("path", String, primary_key=True),
+    Column("run_id", String, nullable=False),
+    Column("since", BigInteger, nullable=False),  # microseconds since 1970-01-01 UTC
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("reason", String, nullable=False),  # 'compacted' or 'retired'
     ForeignKeyConstraint(["run_id"], ["runs.run_id"]),
 )
 
-allocations = Table(
-    "allocations",
+exports = Table(
+    "exports",
     METADATA,
     Column("run_id", String, primary_key=True),
-    Column("name", String, primary_key=True),
-    Column("key", String, primary_key=True),
-    Column("first", BigInteger, nullable=False),
-    Column("count", BigInteger, nullable=False),
+    Column("last_seq", BigInteger, nullable=False),  # links up to here lie beside the data
     ForeignKeyConstraint(["run_id"], ["runs.run_id"]),
 )

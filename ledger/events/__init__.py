@@ -13,7 +13,7 @@ from ledger.events.rollout import (
     SampleScored,
     SegmentGenerated,
 )
-from ledger.events.run import BranchForked, RunResumed, RunStarted
+from ledger.events.run import BranchForked, GapRecorded, RowsRetired, RunResumed, RunStarted
 from ledger.events.training import CheckpointSaved, SignalRecorded, StepCommitted, WeightsPublished
 from ledger.fields import EVENTS, Column, Event
 
@@ -25,9 +25,11 @@ __all__ = [
     "Column",
     "EvalScored",
     "Event",
+    "GapRecorded",
     "ObservationAppended",
     "PromptIssued",
     "RoutingRecorded",
+    "RowsRetired",
     "RunResumed",
     "RunStarted",
     "SampleDecided",

@@ -19,7 +19,7 @@ if __name__ == "__main__":
             ledger.create_run("r")
         with ledger.writer("r", producer=f"p{number}") as writer:
             for turn in range(appends):
-                first = ledger.allocate("r", "index", f"{number}/{turn}", 2)
+                first = 2 * (number * appends + turn)
                 writer.append(
                     [
                         factory.score(first, 1.0),

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ledger.cli import FAILED, FOUND, main
+from ledger.cli import FAILED, main
+from ledger.commands.common import FOUND
 from ledger.views import view_names
 
 Run = Callable[..., tuple[int, str, str]]

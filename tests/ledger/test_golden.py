@@ -10,7 +10,8 @@ import pytest
 from ledger.encode import table_to_events
 from ledger.events import EVENTS
 from ledger.hashing import logical_hash, row_content_hashes
-from ledger.segment import HOT_FORMAT, Identity, SegmentFile, SegmentReader, read_identity
+from ledger.segment import HOT_FORMAT, Identity, SegmentFile, read_identity
+from ledger.segment_reader import SegmentReader
 from ledger.storage import LocalStore
 from tests.golden.make_layout import EXPECTED, HERE, fields
 

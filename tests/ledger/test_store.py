@@ -319,23 +319,6 @@ def test_a_fork_that_cannot_be_is_refused(ledger: Ledger) -> None:
     assert [b.name for b in ledger.branches("r")] == ["main", "b"]
 
 
-def test_numbers_are_given_once_and_above_what_is_used(ledger: Ledger) -> None:
-    assert ledger.allocate("r", "index", "a", 4) == 0
-    assert ledger.allocate("r", "index", "b", 2) == 4
-    assert ledger.allocate("r", "index", "a", 4) == 0
-    assert ledger.allocate("r", "group", "a", 1) == 0
-    for count in (3, 0):
-        with pytest.raises((Conflict, InvalidArgument)):
-            ledger.allocate("r", "index", "a", count)
-    ledger.writer("r", producer="p").append([factory.prompt(5, 0), factory.weights(3, None, None)])
-    assert ledger.allocate("r", "index", "c", 1) == 24
-    assert ledger.allocate("r", "group", "c", 1) == 6
-    assert ledger.allocate("r", "rollout", "c", 1) == 24
-    assert ledger.allocate("r", "weight_version", "c", 1) == 4
-    with pytest.raises(NotFound):
-        ledger.allocate("x", "index", "a", 1)
-
-
 def test_the_content_digest_ignores_names_order_and_segments(tmp_path: Path) -> None:
     digests = []
     for number, size in enumerate((1, 2, 6)):

@@ -202,8 +202,6 @@ TAMPERING = [
     "DELETE FROM consumption WHERE sample_index = 3",
     "INSERT INTO consumption VALUES ('run', 'main', 7, 0, 5)",
     "UPDATE producers SET epoch = 0",
-    "UPDATE counters SET next = 0 WHERE name = 'index'",
-    "DELETE FROM counters",
     "UPDATE locations SET path = '../' || path WHERE first_seq = 1",
     "UPDATE locations SET path = (SELECT path FROM locations WHERE first_seq = 1)"
     " WHERE first_seq = 2",
@@ -298,11 +296,10 @@ NOTED_ONCE = {
     "runs": {"created_at"},
     "commits": {"committed_at"},
     "producers": {"epoch"},
-    "allocations": {"key", "first", "count"},
     "meta": {"value"},
 }
 """Columns of the catalog that nothing else repeats, or only in part: a producer's epoch is at least
-that of its commits, numbers given out do not overlap and lie below their counter."""
+that of its commits."""
 
 
 def dump(catalog: Path) -> dict[str, Any]:
@@ -335,10 +332,6 @@ def dump(catalog: Path) -> dict[str, Any]:
 def test_every_flipped_bit_that_changes_what_the_catalog_says_is_found(
     folder: Path,
 ) -> None:
-    with open_ledger(folder) as ledger:
-        ledger.allocate(factory.RUN, "index", "more", 4)
-        ledger.allocate(factory.RUN, "index", "and more", 4)
-        ledger.allocate(factory.RUN, "weight_version", "another", 1)
     catalog = folder / "catalog.sqlite"
     connection = sqlite3.connect(catalog)
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -395,20 +388,15 @@ def test_a_catalog_that_does_not_say_what_it_is_is_corrupt(folder: Path, stateme
     ("statement", "says"),
     [
         ("DROP INDEX ix_locations_path", "indexes"),
-        ("ALTER TABLE counters RENAME COLUMN next TO text", "columns"),
+        ("ALTER TABLE consumption RENAME COLUMN step TO text", "columns"),
         ("UPDATE runs SET head_chain = 7", "blob"),
         ("UPDATE segments SET chain = 'text' WHERE first_seq = 1", "blob"),
         ("UPDATE segments SET rows = x'00' WHERE first_seq = 1", "integer"),
         ("UPDATE runs SET created_at = 'x'", "integer"),
-        ("UPDATE allocations SET run_id = 'rum'", "a row in runs"),
-        ("UPDATE allocations SET first = first + 1 WHERE key = 'more'", "its numbers"),
-        ("UPDATE counters SET next = next + 1 WHERE name = 'index'", "its next number"),
+        ("UPDATE consumption SET run_id = 'rum'", "a row in runs"),
     ],
 )
 def test_damage_that_no_event_contradicts_is_found(folder: Path, statement: str, says: str) -> None:
-    with open_ledger(folder) as ledger:
-        ledger.allocate(factory.RUN, "index", "more", 4)
-        ledger.allocate(factory.RUN, "index", "and more", 4)
     connection = sqlite3.connect(folder / "catalog.sqlite")
     with connection:
         connection.execute(statement)

@@ -16,6 +16,7 @@ import replay.cli
 import trainer.cli
 from ledger import open_ledger
 from ledger.errors import Corrupt
+from ledger.numbering import SAMPLE_SPAN
 from ledger.verify import verify_ledger
 from tests.main_job.job import retrain, train
 
@@ -176,8 +177,7 @@ def test_special_floats_of_log_probs_come_back_with_their_bits(copied: Run) -> N
     tokens = np.arange(1, 6, dtype=np.int32)
     prompt = np.array([7, 8], np.int32)
     with open_ledger(ledger) as opened:
-        index = opened.allocate("run", "index", "special", 1)
-        group = opened.allocate("run", "group", "special", 1)
+        index = group = SAMPLE_SPAN - 1
         with opened.writer("run", producer="special") as writer:
             writer.append(
                 [

@@ -1,90 +1,42 @@
-"""Where bytes lie: a small protocol, and the local directory that implements it.
-
-A path is relative to the store's root, with '/' between its parts. An object is written once,
-whole, and never changed. Errors of the world below (a full disk, a read-only mount) come out as
-StorageFailed, a missing object as NotFound.
-"""
+"""A local directory as a store."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
 from ledger.errors import Corrupt, NotFound, StorageFailed, explain
 from ledger.hashing import file_hash
+from ledger.storage.protocol import Staged, Stamp
 
-__all__ = ["LocalStore", "ObjectStore", "Staged", "Stamp"]
-
-Stamp = tuple[int, int, int]
-"""What tells that an object is still the one that was looked at: size, mtime in ns, inode."""
+__all__ = ["LocalStore"]
 
 _MAP_FROM_BYTES = 1 << 16
 """Smaller objects are read: a mapping costs a page at least, and the kernel limits their number."""
 _WRITERS = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Staged:
-    """Bytes on their way into a store, without a name yet."""
-
-    folder: str
-    """Where they will be named."""
-    pieces: Sequence[Any]
-    written: Future[Any]
-    """Done when the store has them; its result is the store's own."""
-
-
-class ObjectStore(Protocol):
-    """What the ledger asks of a place for bytes."""
-
-    def stage(self, objects: Sequence[tuple[str, Sequence[Any]]]) -> list[Staged]:
-        """Begin to store (folder, pieces of the bytes) in the background, without a name.
-
-        The pieces must not change before `publish` or `discard`, one of which must follow. Errors
-        of the store show in `publish`.
-        """
-
-    def publish(self, objects: Sequence[tuple[str, Staged]]) -> None:
-        """Name staged bytes: each is there wholly or not at all, and nothing is overwritten.
-
-        Each path lies in the folder its bytes were staged for. On return all of them survive a
-        power cut. An object that is there already with the same bytes is success. After an error or
-        a crash some may be there: callers name objects by their content, so that this does no harm.
-
-        Raises:
-            StorageFailed: the store did not take them.
-            Corrupt: a path is there already with other bytes.
-        """
-
-    def discard(self, staged: Sequence[Staged]) -> None:
-        """Forget staged bytes; those that were published stay. Never raises."""
-
-    def stamp(self, path: str) -> Stamp:
-        """Raises: NotFound."""
-
-    def read(self, path: str) -> pa.Buffer:
-        """The whole object, without a copy where the store can. Raises: NotFound, StorageFailed."""
-
-    def list(self, prefix: str) -> Iterator[str]:
-        """Paths of all objects below the folder `prefix`."""
-
-
 class LocalStore:
     """A directory. Durable means: file synced, then named, then its directory synced."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root: Path = root
         self._pool: ThreadPoolExecutor | None = None
         self._reached: set[Path] = set()
         """Folders whose way from the root this store has synced."""
+
+    @property
+    def uri(self) -> str:
+        """See ObjectStore."""
+        return self.root.absolute().as_uri()
 
     def stage(self, objects: Sequence[tuple[str, Sequence[Any]]]) -> list[Staged]:
         """See ObjectStore. Each file is written by a thread of its own."""
@@ -132,7 +84,7 @@ class LocalStore:
         """See ObjectStore."""
         with _translated("an object was not found", path):
             found = os.stat(self._at(path))
-            return found.st_size, found.st_mtime_ns, found.st_ino
+            return Stamp(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def read(self, path: str) -> pa.Buffer:
         """See ObjectStore. Large files are mapped; the map lives as long as the buffer."""
@@ -149,6 +101,30 @@ class LocalStore:
             for name in sorted(files):
                 if not name.startswith(".tmp-"):
                     yield (Path(folder) / name).relative_to(self.root).as_posix()
+
+    def delete(self, path: str) -> None:
+        """See ObjectStore."""
+        target = self._at(path)
+        with _translated("an object was not removed", path):
+            try:
+                os.unlink(target)
+            except FileNotFoundError:
+                return
+            _sync_directory(target.parent)
+
+    def sweep(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
+        """See ObjectStore: temporary files of processes that were killed."""
+        before = time.time() - older_than_s
+        swept = []
+        with _translated("what was left behind was not removed", self.root):
+            for folder, _, files in os.walk(self.root):
+                for name in files:
+                    path = Path(folder) / name
+                    if name.startswith(".tmp-") and path.stat().st_mtime < before:
+                        if not dry_run:
+                            path.unlink(missing_ok=True)
+                        swept.append(path.relative_to(self.root).as_posix())
+        return swept
 
     def close(self) -> None:
         """Stop the threads. The store can be used again."""

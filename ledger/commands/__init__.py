@@ -1,0 +1,1 @@
+"""The command line `ledger`, a module a topic. Heavy imports only where a command runs."""

@@ -1,0 +1,229 @@
+"""Commands that ask: log, show, sql, views, check, digest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ledger.commands.common import FOUND, Parents, open_from, reader_from, seconds, whole
+from ledger.errors import InvalidArgument, explain
+from ledger.output import FORMATS, plain, print_json, printable, show, write_table
+
+__all__ = ["add"]
+
+
+def add(commands: Any, parents: Parents) -> None:
+    """Add the commands of this module."""
+    made = commands.add_parser(
+        "log", parents=parents.everything, help="draw the tree of weight versions"
+    )
+    made.add_argument(
+        "--limit", "-n", type=whole(1), metavar="N", help="only the newest N versions"
+    )
+    made.add_argument("--ascii", action="store_true", help="draw with ASCII characters")
+    made.set_defaults(run_command=_log)
+
+    made = commands.add_parser("show", parents=parents.everything, help="show one trajectory")
+    made.add_argument("index", type=whole(0), metavar="INDEX", help="the sample")
+    made.set_defaults(run_command=_show)
+
+    made = commands.add_parser(
+        "sql", parents=parents.everything, help="ask in SQL (`ledger views`)"
+    )
+    made.add_argument("query", nargs="?", metavar="QUERY", help="'-' reads standard input")
+    made.add_argument("--file", metavar="PATH", help="read the query from a file")
+    made.add_argument("--format", choices=FORMATS, help="of the result (default: table)")
+    made.add_argument(
+        "--param",
+        metavar="[NAME=]VALUE",
+        action="append",
+        default=[],
+        help="value of $NAME, or of $1, $2, … in order; JSON values keep their type",
+    )
+    made.add_argument("--timeout", metavar="S", type=seconds, help="seconds the query may take")
+    made.add_argument("--memory-limit", metavar="SIZE", help="memory it may use, such as 2GB")
+    made.add_argument("--describe", metavar="VIEW", help="what the columns of a view mean")
+    made.set_defaults(run_command=_sql)
+
+    made = commands.add_parser("views", parents=[parents.where], help="list views, or describe one")
+    made.add_argument("view", nargs="?", metavar="VIEW", help="the view to describe")
+    made.set_defaults(run_command=_views)
+
+    made = commands.add_parser(
+        "check",
+        parents=[parents.where, parents.run, parents.point],
+        help="check the four invariants, all branches",
+    )
+    made.add_argument(
+        "--limit", type=whole(0), default=100, metavar="N", help="violations listed of each rule"
+    )
+    made.add_argument(
+        "--invariant",
+        choices=("I", "II", "III", "IV", "once"),
+        action="append",
+        help="only this one; may be repeated (once: no sample is trained twice)",
+    )
+    made.set_defaults(run_command=_check)
+
+    made = commands.add_parser(
+        "digest",
+        parents=[parents.where, parents.run],
+        help="print the chain's head and the content digest",
+    )
+    made.add_argument("--branch", metavar="NAME", default="main", help="(default: main)")
+    made.set_defaults(run_command=_digest)
+
+
+def _log(arguments: argparse.Namespace) -> int:
+    from ledger.tree import draw_log, read_log
+
+    with open_from(arguments) as ledger:
+        entries = read_log(reader_from(ledger, arguments))
+    if arguments.limit is not None:
+        entries = entries[: arguments.limit]
+    if arguments.json:
+        print_json([entry.as_json() for entry in entries])
+        return 0
+    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
+    ascii_only = arguments.ascii or not encoding.startswith("utf")
+    if entries:
+        show(*draw_log(entries, ascii_only=ascii_only))
+    else:
+        print("no weight version has been published")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from ledger.show import draw_trajectory, read_trajectory
+
+    with open_from(arguments) as ledger:
+        found = read_trajectory(reader_from(ledger, arguments), arguments.index)
+    if arguments.json:
+        print_json(found)
+    else:
+        show(draw_trajectory(found))
+    return 0
+
+
+def _sql(arguments: argparse.Namespace) -> int:
+    from ledger.sql import run_query
+
+    if arguments.describe is not None:
+        arguments.view = arguments.describe
+        return _views(arguments)
+    if arguments.json and arguments.format not in (None, "json"):
+        raise _usage("--json or --format", "one of them", f"--json --format {arguments.format}")
+    query = _query_text(arguments)
+    with open_from(arguments) as ledger:
+        result = run_query(
+            reader_from(ledger, arguments),
+            query,
+            _parameters(arguments.param),
+            timeout_s=arguments.timeout,
+            memory_limit=arguments.memory_limit,
+        )
+        write_table(result, "json" if arguments.json else arguments.format or "table")
+    return 0
+
+
+def _query_text(arguments: argparse.Namespace) -> str:
+    if (arguments.query is None) == (arguments.file is None):
+        raise _usage(
+            "the query", "a query, '-' for standard input, or --file PATH", "none, or several"
+        )
+    if arguments.query == "-":
+        return sys.stdin.read()
+    if arguments.query is not None:
+        return str(arguments.query)
+    try:
+        return Path(arguments.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _usage("--file", "a file with a query in UTF-8", str(error)) from error
+
+
+def _parameters(given: Sequence[str]) -> list[Any] | dict[str, Any] | None:
+    """`NAME=VALUE` becomes a named parameter, anything else a numbered one; never both."""
+    import json
+
+    def value_of(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    named = {name: value_of(v) for name, _, v in (p.partition("=") for p in given) if v}
+    if named and len(named) != len(given):
+        raise _usage("--param", "all with a name, or none", ", ".join(given))
+    return named or [value_of(text) for text in given] or None
+
+
+def _usage(on: str, expected: str, found: str) -> InvalidArgument:
+    return InvalidArgument(
+        explain("reading the command line", on=on, expected=expected, found=found)
+    )
+
+
+def _views(arguments: argparse.Namespace) -> int:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ledger.views import describe_view, view_names
+
+    if arguments.view is None:
+        rows = [(name, describe_view(name)[0]) for name in view_names()]
+        heading = ""
+    else:
+        heading, columns = describe_view(arguments.view)
+        rows = [(column.name, column.doc) for column in columns]
+    if arguments.json:
+        print_json({"doc": heading, "columns": dict(rows)} if heading else dict(rows))
+        return 0
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, doc in rows:
+        table.add_row(name, escape(" ".join(doc.split())))
+    show(*([heading] if heading else []), table)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from ledger.check import INVARIANTS, check_ledger
+
+    with open_from(arguments) as ledger:
+        report = check_ledger(
+            reader_from(ledger, arguments),
+            invariants=arguments.invariant or INVARIANTS,
+            limit=arguments.limit,
+        )
+    if arguments.json:
+        print_json(report.as_json())
+        return 0 if report.ok else FOUND
+    for finding in report.findings:
+        sample = "" if finding.index is None else f", sample {finding.index}"
+        place = f"{finding.kind} seq {finding.seq} on {finding.branch}{sample}"
+        print(f"invariant {finding.invariant}: {place}: {printable(finding.what)}")
+    print(f"{report.rules} rules, {report.violations} violations")
+    return 0 if report.ok else FOUND
+
+
+def _digest(arguments: argparse.Namespace) -> int:
+    with open_from(arguments) as ledger:
+        run = ledger.run(arguments.run)
+        ledger.branch(run.run_id, arguments.branch)
+        found = {
+            "run": run.run_id,
+            "branch": arguments.branch,
+            "head_seq": run.head_seq,
+            "chain": run.head_chain,
+            "content": ledger.content_digest(run.run_id, arguments.branch),
+        }
+    if arguments.json:
+        print_json(found)
+    else:
+        for name, value in plain(found).items():
+            print(f"{name:<9} {value}")
+    return 0

@@ -1,0 +1,115 @@
+"""What the commands share: common options, opening a ledger from them, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ledger.reader import Reader
+    from ledger.store import Ledger
+
+__all__ = [
+    "DEFAULT_LEDGER",
+    "FOUND",
+    "Parents",
+    "open_from",
+    "parents",
+    "reader_from",
+    "seconds",
+    "whole",
+]
+
+DEFAULT_LEDGER = "ledger-data"
+"""Where a ledger is when neither --ledger nor LEDGER_URI says so: where ledger-train puts it."""
+
+FOUND = 1
+"""Exit code: something was found (`check`, `verify`)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parents:
+    """Parsers with the options that several commands have."""
+
+    where: argparse.ArgumentParser
+    """--ledger, --json"""
+    run: argparse.ArgumentParser
+    branch: argparse.ArgumentParser
+    point: argparse.ArgumentParser
+    """--as-of"""
+
+    @property
+    def everything(self) -> list[argparse.ArgumentParser]:
+        """All of them."""
+        return [self.where, self.run, self.branch, self.point]
+
+
+def parents() -> Parents:
+    """Make them."""
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument(
+        "--ledger",
+        metavar="URI",
+        default=os.environ.get("LEDGER_URI", DEFAULT_LEDGER),
+        help=f"folder or file:// URI of the ledger (default: $LEDGER_URI, else {DEFAULT_LEDGER})",
+    )
+    where.add_argument("--json", action="store_true", help="print JSON")
+    run = argparse.ArgumentParser(add_help=False)
+    run.add_argument("--run", metavar="NAME", help="the run (default: the only one)")
+    point = argparse.ArgumentParser(add_help=False)
+    point.add_argument(
+        "--as-of", metavar="SEQ", type=whole(0), help="only events up to this number"
+    )
+    branch = argparse.ArgumentParser(add_help=False)
+    branch.add_argument(
+        "--branch", metavar="NAME", help="what this branch sees (default: all branches)"
+    )
+    return Parents(where, run, branch, point)
+
+
+def whole(low: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` on, that 64 bits hold."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value < 2**63:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number, at least {low}, found {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a time that can be waited for."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= threading.TIMEOUT_MAX:  # NaN too
+        raise argparse.ArgumentTypeError(f"expected seconds, a number above 0, found {text!r}")
+    return value
+
+
+def open_from(arguments: argparse.Namespace) -> Ledger:
+    """The ledger that --ledger names."""
+    from ledger.store import open_ledger
+
+    return open_ledger(arguments.ledger)
+
+
+def reader_from(ledger: Ledger, arguments: argparse.Namespace) -> Reader:
+    """A reader of the state that --run, --branch and --as-of name."""
+    run = ledger.run(arguments.run)
+    branch = getattr(arguments, "branch", None)
+    if branch is not None:
+        ledger.branch(run.run_id, branch)
+    return ledger.reader(run.run_id, branch, as_of=arguments.as_of)
