@@ -24,7 +24,15 @@ from ledger.events import UNKNOWN_VERSION
 from ledger.lookup import PIECE_KINDS, pieces_of
 from ledger.weights import TensorRecord, weights_root
 
-__all__ = ["DECISIONS", "FINISH_REASONS", "LOGPROB_MODES", "OBSERVERS", "Lookup", "check_tables"]
+__all__ = [
+    "DECISIONS",
+    "FINISH_REASONS",
+    "LOGPROB_MODES",
+    "OBSERVERS",
+    "Lookup",
+    "check_rows",
+    "check_tables",
+]
 
 LOGPROB_MODES = ("full", "processed")
 FINISH_REASONS = ("stop", "length", "abort")
@@ -61,6 +69,14 @@ def check_tables(tables: Mapping[str, pa.Table], lookup: Lookup) -> None:
             known.require(rows, "weight_version_in")
         elif kind == "signal_recorded":
             _check_masks(rows, tables, lookup)
+
+
+def check_rows(tables: Mapping[str, pa.Table]) -> None:
+    """The part of `check_tables` that needs nothing but the rows. Raises: InvalidEvent."""
+    for kind, table in tables.items():
+        check = _CHECKS.get(kind)
+        if check is not None:
+            check(Rows(kind, table))
 
 
 def _check_prompt(rows: Rows) -> None:

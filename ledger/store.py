@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import sqlalchemy as sa
@@ -26,6 +27,7 @@ from ledger.errors import (
     AlreadyExists,
     IncompatibleFormat,
     InvalidArgument,
+    LedgerError,
     NotFound,
     explain,
 )
@@ -38,6 +40,9 @@ from ledger.reader import Reader
 from ledger.segment_reader import SegmentReader
 from ledger.storage import LocalStore
 from ledger.writer import Writer
+
+if TYPE_CHECKING:
+    from ledger.queue import QueuedWriter
 
 __all__ = ["Ledger", "open_ledger"]
 
@@ -256,6 +261,49 @@ class Ledger:
         """
         self.branch(run_id, branch)
         return self._writer(run_id, branch, producer, epoch)
+
+    def queued_writer(
+        self,
+        run_id: str,
+        branch: str = MAIN,
+        *,
+        producer: str,
+        max_bytes: int = 256 << 20,
+        max_events: int = 1 << 20,
+        policy: Literal["stop", "spill"] = "stop",
+        spill: str | Path | None = None,
+        max_spill_bytes: int | None = None,
+        patience_s: float = 10.0,
+        block_timeout_s: float = 30.0,
+        on_trouble: Callable[[LedgerError], None] | None = None,
+    ) -> QueuedWriter:
+        """A writer whose `append` returns at once; a thread stores what it was given, in order.
+
+        At most `max_bytes` and `max_events` wait in memory; a full queue makes an append wait for
+        `block_timeout_s`, then fail. What the store refuses is tried again under the same key. When
+        it has refused or stood still for `patience_s`, the policy says what happens: 'stop' fails
+        this and every later append until `resume` or `abandon`; 'spill' goes on with files in the
+        local folder `spill` (up to `max_spill_bytes`), delivered in order when the store is back.
+        What an earlier process of the producer left in `spill` is delivered first, under its own
+        epoch; then a new epoch begins, which fences older writers off.
+
+        `on_trouble` is called, by whichever thread finds out, when the queue stops or begins to
+        spill.
+
+        Raises:
+            NotFound: no such run or branch.
+            Conflict: another process uses the spill folder.
+            StorageFailed: what is left in the spill folder cannot be delivered now.
+            InvalidArgument: an unknown policy, or 'spill' without a folder.
+        """
+        from ledger.queue import QueuedWriter
+        from ledger.queue_items import QueueLimits
+
+        limits = QueueLimits(
+            max_bytes, max_events, policy, max_spill_bytes, patience_s, block_timeout_s
+        )
+        self.branch(run_id, branch)
+        return QueuedWriter(self, run_id, branch, producer, limits, spill, on_trouble)
 
     def fork(self, run_id: str, event: BranchForked, producer: str) -> Writer:
         """Begin the branch that `event` describes, durably, and give a writer to it.
