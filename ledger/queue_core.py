@@ -138,6 +138,10 @@ class QueueCore:
                 )
             ) from self.error
 
+    def _disk_has_room(self, item: Item) -> bool:
+        limit = self._limits.max_spill_bytes
+        return limit is None or self._spilled_bytes + item.size_bytes <= limit
+
     # Coming in
 
     def add(self, item: Item, *, in_time: bool) -> bool:
@@ -156,9 +160,9 @@ class QueueCore:
         to_disk = self._limits.spills and (
             self._spilled > 0 or self._out_of_patience() or not (room or in_time)
         )
+        if in_time and not (self._disk_has_room(item) if to_disk else room):
+            return False
         if not room and not to_disk:
-            if in_time:
-                return False
             raise self._full(item)
         item.serial = self.serial
         self.waiting.append(item)
@@ -196,13 +200,12 @@ class QueueCore:
             self._give_number(item)
             if item.file is not None or item.tables is None or item.gap is not None:
                 continue
-            limit = self._limits.max_spill_bytes
-            if limit is not None and self._spilled_bytes + item.size_bytes > limit:
+            if not self._disk_has_room(item):
                 raise StorageFailed(
                     explain(
                         "events were not spilled to local disk: the spill folder is full",
                         on=str(folder.folder),
-                        expected=f"at most {limit} bytes",
+                        expected=f"at most {self._limits.max_spill_bytes} bytes",
                         found=f"{self._spilled_bytes} bytes, and {item.size_bytes} more to come",
                         do="mend the ledger's store, then resume(); or give up with abandon()",
                     )

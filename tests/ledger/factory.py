@@ -19,6 +19,7 @@ Run "run": three groups of four in rollout step 0 (samples 0–11), two in rollo
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ class Commit:
 
     branch: str
     events: tuple[Event, ...]
+
+
+class _Payload:
+    """Unpickling one touches a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def pickle_that_touches(path: Path) -> bytes:
+    """A pickle whose reading would make `path`: what must never be read as one."""
+    return pickle.dumps(_Payload(path))
 
 
 def digest(text: str) -> bytes:

@@ -1,12 +1,16 @@
-"""A store that fails, or blocks, when it is told to; otherwise the one that it wraps."""
+"""A store that fails, or blocks, when it is told to, and what tests of queues share."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ledger.errors import StorageFailed, explain
+from ledger import Ledger
+from ledger.errors import LedgerError, StorageFailed, explain
+from ledger.queue import QueuedWriter
 from ledger.storage import Staged
 
 
@@ -36,3 +40,36 @@ class FaultyStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def store_of(ledger: Ledger) -> FaultyStore:
+    assert isinstance(ledger.store, FaultyStore)
+    return ledger.store
+
+
+def scores(ledger: Ledger) -> list[int]:
+    found: list[int] = ledger.reader("r").table("sample_scored")["index"].to_pylist()
+    return found
+
+
+def gaps(ledger: Ledger) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ledger.reader("r").table("gap_recorded").to_pylist()
+    return found
+
+
+def until(met: Any, timeout_s: float = 20.0) -> None:
+    """Wait until `met()`."""
+    end = time.monotonic() + timeout_s
+    while not met():
+        assert time.monotonic() < end, "it did not come to that in time"
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def closing(queue: QueuedWriter) -> Iterator[QueuedWriter]:
+    """Close without complaint what a test left in trouble on purpose."""
+    try:
+        yield queue
+    finally:
+        with contextlib.suppress(LedgerError):
+            queue.close(0.0)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -25,12 +24,11 @@ from ledger.errors import (
     LedgerError,
     StorageFailed,
 )
-from ledger.queue import QueuedWriter
 from ledger.queue_items import QueueState, SpilledReceipt
 from ledger.verify import verify_ledger
 from tests.ledger import factory
 from tests.ledger.factory import ints
-from tests.ledger.faulty import FaultyStore
+from tests.ledger.faulty import FaultyStore, closing, gaps, scores, store_of, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,39 +39,6 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         opened.create_run("r")
         opened.store = FaultyStore(opened.store)  # type: ignore[assignment]
         yield opened
-
-
-def store_of(ledger: Ledger) -> FaultyStore:
-    assert isinstance(ledger.store, FaultyStore)
-    return ledger.store
-
-
-def scores(ledger: Ledger) -> list[int]:
-    found: list[int] = ledger.reader("r").table("sample_scored")["index"].to_pylist()
-    return found
-
-
-def gaps(ledger: Ledger) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = ledger.reader("r").table("gap_recorded").to_pylist()
-    return found
-
-
-def until(met: Any, timeout_s: float = 20.0) -> None:
-    """Wait until `met()`."""
-    end = time.monotonic() + timeout_s
-    while not met():
-        assert time.monotonic() < end, "it did not come to that in time"
-        time.sleep(0.002)
-
-
-@contextlib.contextmanager
-def closing(queue: QueuedWriter) -> Iterator[QueuedWriter]:
-    """Close without complaint what a test left in trouble on purpose."""
-    try:
-        yield queue
-    finally:
-        with contextlib.suppress(LedgerError):
-            queue.close(0.0)
 
 
 def test_appends_return_at_once_and_keep_their_order(ledger: Ledger) -> None:
@@ -352,7 +317,7 @@ def test_a_queue_that_nobody_closes_is_emptied_when_the_interpreter_ends(tmp_pat
         import sys
         from ledger import open_ledger
         from tests.ledger import factory
-        from tests.ledger.faulty import FaultyStore
+        from tests.ledger.faulty import FaultyStore, closing, gaps, scores, store_of, until
 
         def appended(folder, count, failures):
             ledger = open_ledger(folder, create=True)
