@@ -13,8 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from ledger.errors import Corrupt, NotFound, StorageFailed, explain
+from ledger.errors import Corrupt, LedgerError, NotFound, StorageFailed, explain
 from ledger.hashing import file_hash
+from ledger.storage.paths import TEMPORARY, require_folder, require_path
 from ledger.storage.protocol import Staged, Stamp
 
 __all__ = ["LocalStore"]
@@ -22,6 +23,7 @@ __all__ = ["LocalStore"]
 _MAP_FROM_BYTES = 1 << 16
 """Smaller objects are read: a mapping costs a page at least, and the kernel limits their number."""
 _WRITERS = 8
+_ATTEMPTS = 100
 
 
 class LocalStore:
@@ -42,17 +44,19 @@ class LocalStore:
         """See ObjectStore. Each file is written by a thread of its own."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="ledger-store")
+        for folder, _ in objects:
+            require_folder(folder)
         staged: list[Staged] = []
         for folder, pieces in objects:
-            name = f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
-            temporary = self._at(folder) / name
+            name = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+            temporary = self.root / folder / name
             written = self._pool.submit(_write_synced, temporary, pieces)
             staged.append(Staged(folder, pieces, written))
         return staged
 
     def publish(self, objects: Sequence[tuple[str, Staged]]) -> None:
         """See ObjectStore. Each directory is synced once."""
-        with _translated("an object was not stored", self.root):
+        with _translated("an object was not stored", self.root, missing=StorageFailed):
             folders: dict[Path, None] = {}
             for path, staged in objects:
                 target = self._at(path)
@@ -97,32 +101,33 @@ class LocalStore:
 
     def list(self, prefix: str) -> Iterator[str]:
         """See ObjectStore. Files that a crash left half-written are not listed."""
-        for folder, _, files in os.walk(self._at(prefix)):
-            for name in sorted(files):
-                if not name.startswith(".tmp-"):
+        require_folder(prefix)
+        with _translated("objects were not listed", prefix or self.root):
+            for folder, name in _walk(self.root / prefix):
+                if not name.startswith(TEMPORARY):
                     yield (Path(folder) / name).relative_to(self.root).as_posix()
 
     def delete(self, path: str) -> None:
         """See ObjectStore."""
         target = self._at(path)
         with _translated("an object was not removed", path):
-            try:
-                os.unlink(target)
-            except FileNotFoundError:
-                return
-            _sync_directory(target.parent)
+            target.unlink(missing_ok=True)
+            # Also where it was gone already: whoever removed it may have been killed before this.
+            with contextlib.suppress(FileNotFoundError):
+                _sync_directory(target.parent)
 
     def sweep(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
         """See ObjectStore: temporary files of processes that were killed."""
         before = time.time() - older_than_s
         swept = []
         with _translated("what was left behind was not removed", self.root):
-            for folder, _, files in os.walk(self.root):
-                for name in files:
-                    path = Path(folder) / name
-                    if name.startswith(".tmp-") and path.stat().st_mtime < before:
+            for folder, name in _walk(self.root):
+                path = Path(folder) / name
+                # Its writer may finish it, or another sweep remove it, at any moment.
+                with contextlib.suppress(FileNotFoundError):
+                    if name.startswith(TEMPORARY) and path.stat().st_mtime <= before:
                         if not dry_run:
-                            path.unlink(missing_ok=True)
+                            path.unlink()
                         swept.append(path.relative_to(self.root).as_posix())
         return swept
 
@@ -133,12 +138,8 @@ class LocalStore:
             self._pool = None
 
     def _at(self, path: str) -> Path:
-        parts = path.split("/")
-        if path.startswith("/") or ".." in parts or "\\" in path:
-            raise Corrupt(
-                explain("a path leaves the store", on=path, expected="a path below its root")
-            )
-        return self.root.joinpath(*parts)
+        require_path(path)
+        return self.root / path
 
     def _each(self, function: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
         """Call `function` on each; the first error is raised after all have ended."""
@@ -171,12 +172,42 @@ def _write_synced(temporary: Path, pieces: Sequence[Any]) -> Path:
 
 
 def _name_exclusively(target: Path, temporary: Path, pieces: Sequence[Any]) -> None:
-    try:
-        # link, unlike rename, fails where the name is taken.
-        os.link(temporary, target)
-    except FileExistsError:
-        _require_same(target, pieces)
+    for _ in range(_ATTEMPTS):
+        try:
+            # link, unlike rename, fails where the name is taken.
+            os.link(temporary, target)
+            break
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                _require_same(target, pieces)
+                _renew(target)
+                break
+    else:
+        raise StorageFailed(
+            explain(
+                "an object was not stored: others make and remove it all the time",
+                on=str(target),
+                found=f"{_ATTEMPTS} attempts were overtaken",
+                do="repeat: nothing was acknowledged",
+            )
+        )
     os.unlink(temporary)
+
+
+def _renew(target: Path) -> None:
+    """Make a file as young and as durable as if it were new.
+
+    Whoever removes old files that nobody refers to must not take it, and whoever copied it here
+    may not have synced it. Raises FileNotFoundError where it was removed in this moment.
+    """
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.utime(descriptor)
+        os.fsync(descriptor)
+        # It may have been removed between opening and renewing it.
+        os.stat(target)
+    finally:
+        os.close(descriptor)
 
 
 def _require_same(target: Path, pieces: Sequence[Any]) -> None:
@@ -193,6 +224,18 @@ def _require_same(target: Path, pieces: Sequence[Any]) -> None:
         )
 
 
+def _walk(top: Path) -> Iterator[tuple[str, str]]:
+    """(folder, name) of every file below `top`. Raises OSError, but not for what has just gone."""
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for folder, _, files in os.walk(top, onerror=failed):
+        for name in sorted(files):
+            yield folder, name
+
+
 def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -202,13 +245,15 @@ def _sync_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _translated(tried: str, on: Path | str) -> Iterator[None]:
+def _translated(
+    tried: str, on: Path | str, *, missing: type[LedgerError] = NotFound
+) -> Iterator[None]:
     try:
         yield
     except (Corrupt, NotFound, StorageFailed):
         raise
     except FileNotFoundError as error:
-        raise NotFound(explain(tried, on=str(on), found=str(error))) from error
+        raise missing(explain(tried, on=str(on), found=str(error))) from error
     except OSError as error:
         raise StorageFailed(
             explain(

@@ -2,7 +2,8 @@
 
 A path is relative to the store's root, with '/' between its parts. An object is written once,
 whole, and never changed. Errors of the world below (a full disk, a read-only mount, a network that
-is gone) come out as StorageFailed, a missing object as NotFound.
+is gone) come out as StorageFailed, a missing object as NotFound, a path that leaves the root as
+Corrupt. Threads may share a store.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Stamp(NamedTuple):
 
     size_bytes: int
     modified_ns: int
-    """Nanoseconds since 1970-01-01 UTC."""
+    """When it was written or renewed, by the store's clock: nanoseconds since 1970-01-01 UTC."""
     identity: int | str
-    """The store's own: an inode, an entity tag."""
+    """The store's own: an inode, an entity tag. Other bytes under the same name have another."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +62,9 @@ class ObjectStore(Protocol):
         """Name staged bytes: each is there wholly or not at all, and nothing is overwritten.
 
         Each path lies in the folder its bytes were staged for. On return all of them survive a
-        power cut. An object that is there already with the same bytes is success. After an error or
-        a crash some may be there: callers name objects by their content, so that this does no harm.
+        power cut. An object that is there already with the same bytes is success, and its stamp
+        becomes as young as a new one's, so that nobody takes it for a leftover. After an error or a
+        crash some may be there: callers name objects by their content, so that this does no harm.
 
         Raises:
             StorageFailed: the store did not take them.
@@ -82,7 +84,10 @@ class ObjectStore(Protocol):
         """The whole object, without a copy where the store can. Raises: NotFound, StorageFailed."""
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Paths of all objects below the folder `prefix`."""
+        """Paths of all objects below the folder `prefix` ('': all), in no promised order.
+
+        Raises: StorageFailed.
+        """
 
     def delete(self, path: str) -> None:
         """Remove an object for good; one that is not there is success. Raises: StorageFailed."""
@@ -91,7 +96,9 @@ class ObjectStore(Protocol):
         """Remove what interrupted writes left behind, if it is older; the paths of what that is.
 
         With `dry_run` nothing is removed. What is published is never touched.
+
+        Raises: StorageFailed.
         """
 
     def close(self) -> None:
-        """Let go of threads and connections."""
+        """Let go of threads and connections. The store can be used again."""

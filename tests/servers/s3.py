@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -85,6 +87,14 @@ class S3Server:
         fault = {"method": method, "key": key, "query": query, "status": status, "code": code}
         self._ask("PUT", _CONTROL + "faults", json.dumps(fault | {"times": times, "done": done}))
 
+    def age(self, path: str) -> None:
+        """Make the object at bucket/key one day older."""
+        self._ask("PUT", _CONTROL + "age/" + urllib.parse.quote(path))
+
+    def forget_conditions(self, bucket: str) -> None:
+        """From now on overwrite objects in a bucket, as services do that know no conditions."""
+        self._ask("PUT", _CONTROL + "forget/" + bucket)
+
     def asked(self, bucket: str) -> list[Asked]:
         """What was asked about a bucket since the last call of this, in order."""
         answer = json.loads(self._ask("GET", f"{_CONTROL}asked/{bucket}"))
@@ -111,6 +121,8 @@ def s3_server() -> Iterator[S3Server]:
             stdout=subprocess.PIPE,
             stderr=log,
             cwd=Path(__file__).parents[2],
+            # S3 takes no part below 5 MiB but the last, which tests have no time to send.
+            env=os.environ | {"S3_UPLOAD_PART_MIN_SIZE": "1"},
         )
         try:
             yield S3Server(f"http://127.0.0.1:{_port(process, log)}")
@@ -137,6 +149,7 @@ class _InFront:
         self._served = served
         self._faults: list[dict[str, Any]] = []
         self._asked: list[dict[str, str]] = []
+        self._unconditional: set[str] = set()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -144,6 +157,8 @@ class _InFront:
             return self._control(path.removeprefix(_CONTROL), environ, start_response)
         query = environ.get("QUERY_STRING", "")
         self._asked.append({"method": method, "path": path, "query": query})
+        if path.split("/")[1] in self._unconditional:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
         for fault in self._faults:
             if fault["method"] == method and fault["key"] in path and fault["query"] in query:
                 fault["times"] -= 1
@@ -166,16 +181,29 @@ class _InFront:
 
     def _control(self, what: str, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         body = b""
-        if what == "faults":
+        action, _, on = what.partition("/")
+        if action == "faults":
             length = int(environ["CONTENT_LENGTH"])
             self._faults.append(json.loads(environ["wsgi.input"].read(length)))
+        elif action == "age":
+            _age(on)
+        elif action == "forget":
+            self._unconditional.add(on)
         else:
-            bucket = "/" + what.removeprefix("asked/")
-            mine = [a for a in self._asked if (a["path"] + "/").startswith(bucket + "/")]
+            mine = [a for a in self._asked if (a["path"] + "/").startswith(f"/{on}/")]
             self._asked = [a for a in self._asked if a not in mine]
             body = json.dumps(mine).encode()
         start_response("200 OK", [("Content-Length", str(len(body)))])
         return [body]
+
+
+def _age(path: str) -> None:
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.s3.models import s3_backends
+
+    bucket, _, key = path.partition("/")
+    found: Any = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].get_object(bucket, key)
+    found.last_modified -= datetime.timedelta(days=1)
 
 
 def _serve() -> None:
