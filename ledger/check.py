@@ -8,7 +8,8 @@ from typing import Any
 
 from ledger.check_digests import RECOMPUTED
 from ledger.check_rules import RULES, Rule
-from ledger.sql import connect, views_in
+from ledger.session import session
+from ledger.sql import ask
 from ledger.views import TableSource
 
 __all__ = ["INVARIANTS", "CheckReport", "Finding", "check_ledger"]
@@ -74,11 +75,16 @@ def check_ledger(
         violations += len(wrong)
         findings.extend(Finding(*finding) for finding in wrong[:limit])
     rules = [rule for rule in RULES if rule.invariant in invariants]
-    with connect(reader, views_in(" ".join(rule.sql for rule in rules))) as con:
+    with session(reader) as used:
         for rule in rules:
-            rows = con.sql(_listing(rule), params=[limit]).fetchall()
-            violations += rows[0][0] if rows else 0
-            findings.extend(Finding(rule.invariant, rule.kind, *row[1:]) for row in rows)
+            rows = ask(used, _listing(rule), [limit]).to_pylist()
+            violations += rows[0]["violations"] if rows else 0
+            findings.extend(
+                Finding(
+                    rule.invariant, rule.kind, row["branch"], row["seq"], row["index"], row["what"]
+                )
+                for row in rows
+            )
     return CheckReport(len(rules) + len(recomputed), violations, tuple(findings))
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ledger.errors import InvalidArgument, explain
 
-__all__ = ["FORMATS", "plain", "print_json", "printable", "show", "write_table"]
+__all__ = ["FORMATS", "draw_text", "plain", "print_json", "printable", "show", "write_table"]
 
 FORMATS = ("table", "csv", "json", "parquet", "arrow")
 _PLAIN_WIDTH = 100_000
@@ -30,9 +30,18 @@ def show(*drawn: Any) -> None:
     if sys.stdout.isatty():
         Console().print(*drawn, sep="\n", highlight=False)
         return
+    sys.stdout.writelines(line + "\n" for line in _plain_lines(*drawn))
+
+
+def _plain_lines(*drawn: Any) -> list[str]:
     made = io.StringIO()
     Console(file=made, width=_PLAIN_WIDTH, no_color=True).print(*drawn, sep="\n", highlight=False)
-    sys.stdout.writelines(line.rstrip() + "\n" for line in made.getvalue().splitlines())
+    return [line.rstrip() for line in made.getvalue().splitlines()]
+
+
+def draw_text(table: pa.Table) -> str:
+    """A table as lines of text, without the number of its rows."""
+    return "\n".join(_plain_lines(_drawn(table)))
 
 
 def printable(text: str) -> str:
@@ -102,6 +111,11 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _print_table(table: pa.Table) -> None:
+    count = Text(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim")
+    show(_drawn(table), count)
+
+
+def _drawn(table: pa.Table) -> Table:
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     names = _distinct(table.column_names)
     for name, field in zip(names, table.schema, strict=True):
@@ -111,7 +125,7 @@ def _print_table(table: pa.Table) -> None:
         )
     for row in _rows(table):
         drawn.add_row(*(Text(_cell(row[name])) for name in names))
-    show(drawn, Text(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim"))
+    return drawn
 
 
 def _cell(value: Any) -> str:

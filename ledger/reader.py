@@ -11,19 +11,16 @@ import pyarrow as pa
 from ledger.catalog.records import SegmentInfo
 from ledger.catalog.tables import RANGES
 from ledger.errors import Corrupt, InvalidArgument, explain
+from ledger.scan import PLACE_TYPES
 from ledger.schema import arrow_schema, event_class, upcast
 
 if TYPE_CHECKING:
     import duckdb
 
+    from ledger.session import SessionPool
     from ledger.store import Ledger
 
 __all__ = ["Reader"]
-
-
-_name = pa.dictionary(pa.int32(), pa.string())
-_PLACE = {"run_id": _name, "branch": _name, "seq": pa.int64()}
-"""What a reader adds to the columns of an event."""
 
 
 class Reader:
@@ -88,21 +85,27 @@ class Reader:
             raise InvalidArgument(
                 explain("a range was not understood", expected=f"of {RANGES}", found=unknown)
             )
+        names = _names(kind)
+        unknown = [name for name in columns or () if name not in names]
+        if unknown:
+            raise InvalidArgument(
+                explain("a column was not found", on=kind, expected=names, found=unknown)
+            )
+        if columns is not None and all(name in PLACE_TYPES for name in columns):
+            # The catalog knows the place: no file is opened.
+            chosen = self._chosen(kind, where)
+            return self._place(chosen).select(list(columns))
         whole = self._tables.get(kind)
         if whole is None:
             whole = self._assemble(kind, where)
             if where is None:
                 self._tables[kind] = whole
-        if columns is None:
-            return whole
-        unknown = [name for name in columns if name not in whole.column_names]
-        if unknown:
-            raise InvalidArgument(
-                explain(
-                    "a column was not found", on=kind, expected=whole.column_names, found=unknown
-                )
-            )
-        return whole.select(list(columns))
+        return whole if columns is None else whole.select(list(columns))
+
+    @property
+    def sessions(self) -> SessionPool:
+        """Connections that the readers of this ledger share; see `ledger.session`."""
+        return self._ledger.sessions
 
     def sql(self, query: str, params: Sequence[Any] | Mapping[str, Any] | None = None) -> pa.Table:
         """The result of one SQL query (DuckDB's dialect) over the views of this state.
@@ -123,48 +126,66 @@ class Reader:
 
         return connect(self)
 
+    def _chosen(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> list[SegmentInfo]:
+        chosen = self.segments(kind)
+        return chosen if where is None else [s for s in chosen if _overlaps(s, where)]
+
     def _assemble(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> pa.Table:
         """The rows of a kind. What an earlier reader of the lineage put together is built upon."""
         event_class(kind)
+        chosen = self._chosen(kind, where)
         if where is not None:
-            return self._join(kind, [s for s in self.segments(kind) if _overlaps(s, where)], [])
+            return self._join(kind, chosen)
         key = (self.run_id, kind, tuple(self._lineage.items()), self._verify)
         done, before = self._ledger.assembled.get(key, (0, None))
         if before is None or done > self.head_seq:
             done, before = 0, None
-        chosen = self.segments(kind)
-        table = self._join(
-            kind, [s for s in chosen if s.first_seq > done], [] if before is None else [before]
-        )
+        table = self._join(kind, [s for s in chosen if s.first_seq > done])
+        if before is not None:
+            table = pa.concat_tables([before, table])
         # A table in which this state cuts a segment short cannot be built upon.
         if all(s.last_seq <= self.head_seq for s in chosen[-1:]):
             self._ledger.assembled[key] = (self.head_seq, table)
         return table
 
-    def _join(self, kind: str, chosen: list[SegmentInfo], parts: list[pa.Table]) -> pa.Table:
-        """`parts` with the rows of the segments after them."""
+    def _join(self, kind: str, chosen: list[SegmentInfo]) -> pa.Table:
+        """The rows of these segments, with their place."""
         schema = arrow_schema(kind)
-        for name in _PLACE:
-            # run_started and branch_forked name their own run and branch: the same values.
-            if name in schema.names:
-                schema = schema.remove(schema.get_field_index(name))
-        names = pa.array(list(self._limits), pa.string())
+        # run_started and branch_forked name their own run and branch: the same values.
+        names = [name for name in schema.names if name not in PLACE_TYPES]
+        parts = [
+            upcast(self._open(s)).select(names).slice(0, rows)
+            for s, rows in zip(chosen, self._rows(chosen), strict=True)
+        ]
+        own = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+        table = pa.concat_tables(parts) if parts else own.empty_table()
+        place = self._place(chosen)
+        for name in PLACE_TYPES:
+            table = table.append_column(place.field(name), place.column(name))
+        return table
+
+    def _rows(self, chosen: list[SegmentInfo]) -> list[int]:
+        """How many rows of each segment this state sees."""
+        return [min(s.rows, self._limits[s.branch] - s.first_seq + 1) for s in chosen]
+
+    def _place(self, chosen: list[SegmentInfo]) -> pa.Table:
+        """run_id, branch and seq of the rows of these segments."""
         codes = {name: code for code, name in enumerate(self._limits)}
-        run = pa.array([self.run_id])
-        place = [pa.field(name, _PLACE[name], nullable=False) for name in _PLACE]
-        whole = pa.schema([*schema, *place], metadata=schema.metadata)
-        made = [*parts] if parts else [whole.empty_table()]
-        for s in chosen:
-            rows = min(s.rows, self._limits[s.branch] - s.first_seq + 1)
-            table = upcast(self._open(s)).select(schema.names).slice(0, rows)
-            columns = [
-                *table.columns,
-                pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), run),
-                pa.DictionaryArray.from_arrays(np.full(rows, codes[s.branch], np.int32), names),
-                pa.array(np.arange(s.first_seq, s.first_seq + rows)),
-            ]
-            made.append(pa.Table.from_arrays(columns, schema=whole))
-        return pa.concat_tables(made)
+        rows = np.array(self._rows(chosen), np.int64)
+        firsts = np.array([s.first_seq for s in chosen], np.int64)
+        branches = np.array([codes[s.branch] for s in chosen], np.int32)
+        ends = np.cumsum(rows)
+        total = int(ends[-1]) if len(rows) else 0
+        seqs = np.arange(total, dtype=np.int64) + np.repeat(firsts - (ends - rows), rows)
+        columns = [
+            pa.DictionaryArray.from_arrays(np.zeros(total, np.int32), pa.array([self.run_id])),
+            pa.DictionaryArray.from_arrays(
+                np.repeat(branches, rows), pa.array(list(self._limits), pa.string())
+            ),
+            pa.array(seqs),
+        ]
+        fields = [pa.field(name, type_, nullable=False) for name, type_ in PLACE_TYPES.items()]
+        return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
     def _open(self, segment: SegmentInfo) -> pa.Table:
         if segment.file is None:
@@ -177,6 +198,12 @@ class Reader:
         return self._ledger.segments.open(
             segment.file, segment.kind, segment.layout, verify=self._verify
         )
+
+
+def _names(kind: str) -> list[str]:
+    """Columns of a reader's table: the event's own, then its place, each once."""
+    own = [name for name in arrow_schema(kind).names if name not in PLACE_TYPES]
+    return [*own, *PLACE_TYPES]
 
 
 def _overlaps(segment: SegmentInfo, where: Mapping[str, tuple[int, int]]) -> bool:

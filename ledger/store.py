@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +34,7 @@ from ledger.errors import (
 from ledger.events import BranchForked
 from ledger.hashing import GENESIS, multiset_digest, row_content_hashes
 from ledger.lookup import LedgerLookup
+from ledger.moment import Moment, sequence_at
 from ledger.place import CATALOG, local_root, require_format
 from ledger.place import create as create_place
 from ledger.reader import Reader
@@ -43,6 +44,8 @@ from ledger.writer import Writer
 
 if TYPE_CHECKING:
     from ledger.queue import QueuedWriter
+    from ledger.result import Result
+    from ledger.session import SessionPool
 
 __all__ = ["Ledger", "open_ledger"]
 
@@ -109,6 +112,7 @@ class Ledger:
         self.segments = SegmentReader(self.store)
         self.assembled: dict[Any, tuple[int, pa.Table]] = {}
         """Readers' own: what they put together, for the next reader to build upon."""
+        self._sessions: SessionPool | None = None
         self._known: dict[str, list[SegmentInfo]] = {}
         self._lock = threading.Lock()
 
@@ -130,8 +134,20 @@ class Ledger:
 
     def close(self) -> None:
         """Close the catalog's connections. Tables that were read stay valid."""
+        if self._sessions is not None:
+            self._sessions.close()
         self.catalog.close()
         self.store.close()
+
+    @property
+    def sessions(self) -> SessionPool:
+        """Connections for SQL that the readers of this ledger share."""
+        from ledger.session import SessionPool
+
+        with self._lock:
+            if self._sessions is None:
+                self._sessions = SessionPool()
+            return self._sessions
 
     def runs(self) -> list[RunInfo]:
         """All runs, oldest first."""
@@ -330,33 +346,68 @@ class Ledger:
         run_id: str,
         branch: str | None = MAIN,
         *,
-        as_of: int | None = None,
+        as_of: Moment | None = None,
         verify: bool = True,
     ) -> Reader:
         """A reader of one state: the events of a branch and its ancestors up to now, or to `as_of`.
 
+        `as_of` is a sequence number, a weight version ("v7") or a time, see `ledger.moment`.
         `branch=None` reads all branches. `verify=False` leaves out the hashes of files.
 
         Raises:
-            NotFound: no such run or branch.
+            NotFound: no such run, branch, or point in time.
+            InvalidArgument: `as_of` means nothing.
         """
-        head = self.run(run_id).head_seq
-        if as_of is not None and not 0 <= as_of <= head:
-            raise NotFound(
-                explain(
-                    "a point in time was not found",
-                    on=f"run {run_id!r}, seq {as_of}",
-                    expected=f"0 to {head}",
-                )
-            )
+        limit = self.run(run_id).head_seq if as_of is None else sequence_at(self, run_id, as_of)
         with self.catalog.read() as connection:
             if branch is None:
                 branches = queries.list_branches(connection, run_id)
                 lineage: list[tuple[str, int | None]] = [(b.name, None) for b in branches]
             else:
                 lineage = queries.ancestry(connection, run_id, branch)
-        limit = head if as_of is None else as_of
         return Reader(self, run_id, branch, dict(lineage), limit, verify=verify)
+
+    def sql(
+        self,
+        query: str,
+        params: Sequence[Any] | Mapping[str, Any] | None = None,
+        *,
+        run: str | None = None,
+        branch: str | None = None,
+        as_of: Moment | None = None,
+        timeout_s: float | None = None,
+        memory_limit: str | None = None,
+        allow_external: bool = False,
+        tokenizer: str | Path | None = None,
+        verify: bool = True,
+    ) -> Result:
+        """Ask in SQL (DuckDB's dialect) over the views: `ledger views`, docs/queries.md.
+
+        Without `run`, the only one; without `branch`, all of them; `as_of` as in `reader`. `params`
+        fill `?`, `$1` (a sequence) or `$name` (a mapping). `tokenizer` is a tokenizer.json or the
+        folder of a model: then tokens have a column `text`.
+
+        Raises what `reader` raises, and:
+            InvalidArgument: the query is wrong, does not only read, reaches outside of the views
+                (`allow_external` lets it read files), or used up its time or memory ("2GB").
+            Corrupt: stored bytes are not what was committed.
+        """
+        from ledger.result import Result
+        from ledger.sql import run_query
+        from ledger.token_text import load_token_text
+
+        reader = self.reader(self.run(run).run_id, branch, as_of=as_of, verify=verify)
+        return Result(
+            run_query(
+                reader,
+                query,
+                params,
+                timeout_s=timeout_s,
+                memory_limit=memory_limit,
+                allow_external=allow_external,
+                token_text=None if tokenizer is None else load_token_text(tokenizer),
+            )
+        )
 
     def lookup(self, run_id: str) -> LedgerLookup:
         """What checks of new events need to know of stored ones."""

@@ -57,6 +57,8 @@ class View:
     columns: tuple[ViewColumn, ...]
     public: bool = True
     """False for a building block of other views."""
+    per_token: bool = False
+    """Whether a row is a token: given a tokenizer, the view has a column `text` as well."""
 
 
 def event_columns(kind: str) -> tuple[ViewColumn, ...]:
@@ -343,6 +345,7 @@ _ALL = (
             step="The last step that trained the sample; NULL where none did.",
             step_branch="The branch of that step.",
         ),
+        per_token=True,
     ),
     View(
         "_last_signals",
@@ -365,6 +368,7 @@ _ALL = (
         "  FROM signal_recorded AS s JOIN trajectories AS t ON t.index = s.index\n)",
         ("trajectories", "signal_recorded"),
         _EACH_TOKEN + _made(step="The step.", step_branch="The branch of the step."),
+        per_token=True,
     ),
     _extended(
         "routing",

@@ -1,31 +1,25 @@
 """Registers the events and the views over them in a DuckDB connection.
 
-Event tables are registered as Arrow tables under their stable names: DuckDB reads the mapped files
-without a copy. The views on top are defined in `view_definitions`.
+Events are registered under their stable names as datasets (`scan`): nothing is opened before a
+query asks for it. The views on top are defined in `view_definitions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import re
 
 import duckdb
-import pyarrow as pa
 
 import ledger.events  # noqa: F401 — fills EVENTS
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import EVENTS
-from ledger.view_definitions import PLACE, VIEWS, ViewColumn, event_columns
+from ledger.scan import EventScan, Source, TableSource
+from ledger.view_definitions import VIEWS, ViewColumn, event_columns
 
-__all__ = ["TableSource", "describe_view", "register_views", "view_names"]
+__all__ = ["TableSource", "Views", "describe_view", "register_views", "view_names"]
 
-
-class TableSource(Protocol):
-    """What views are built from: a ledger reader, or tables in memory."""
-
-    def table(self, kind: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """All visible events of `kind`: its columns and run_id, branch, seq. May be empty."""
-        ...  # pragma: no cover
+_WORD = re.compile(r"\w+")
+_METADATA = re.compile(r"\b(show|information_schema|pragma\w*|duckdb_\w+|sqlite_\w+)\b", re.I)
 
 
 def view_names() -> tuple[str, ...]:
@@ -53,39 +47,56 @@ def describe_view(name: str) -> tuple[str, tuple[ViewColumn, ...]]:
     )
 
 
-def register_views(
-    con: duckdb.DuckDBPyConnection, reader: TableSource, only: Iterable[str] | None = None
-) -> None:
-    """Make every event and view of `reader` queryable in `con`.
+class Views:
+    """Defines events and views in a connection, each when it is first needed."""
 
-    `only` names the views (or events) that will be asked; what they need is registered too. It
-    saves opening files that a query does not touch: routing is most of a ledger's bytes. The
-    connection keeps the Arrow tables alive. Raises what `reader.table` raises; calling again
-    replaces what was registered.
-    """
-    done: set[str] = set()
+    def __init__(
+        self, con: duckdb.DuckDBPyConnection, source: Source, *, with_text: bool = False
+    ) -> None:
+        """`with_text` adds a column `text` to views of tokens; token_text must be defined."""
+        self._con = con
+        self._source = source
+        self._with_text = with_text
+        self._done: set[str] = set()
 
-    def register(name: str) -> None:
-        if name in done:
+    def define_all(self) -> None:
+        """Define every event and view."""
+        for name in (*VIEWS, *EVENTS):
+            self._define(name)
+
+    def define_for(self, sql: str) -> None:
+        """Define what a query may touch: the names that occur in it, and what those need.
+
+        A query that asks for metadata may touch all.
+        """
+        if _METADATA.search(sql):
+            self.define_all()
             return
-        done.add(name)
+        words = {word.lower() for word in _WORD.findall(sql)}
+        for name in (*VIEWS, *EVENTS):
+            if name in words:
+                self._define(name)
+
+    def _define(self, name: str) -> None:
+        if name in self._done:
+            return
         if name in EVENTS:
-            con.register(name, _placed(reader.table(name)))
-            return
-        view = VIEWS[name]
-        for used in view.uses:
-            register(used)
-        con.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {view.sql}")
+            self._con.register(name, EventScan(self._source, name))
+        else:
+            view = VIEWS[name]
+            for used in view.uses:
+                self._define(used)
+            sql = view.sql
+            if self._with_text and view.per_token:
+                sql = f"SELECT t.*, token_text(t.token) AS text FROM ({sql}) AS t"
+            self._con.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {sql}")
+        self._done.add(name)
 
-    for name in (*VIEWS, *EVENTS) if only is None else only:
-        register(name)
 
+def register_views(con: duckdb.DuckDBPyConnection, reader: TableSource) -> None:
+    """Make every event and view of `reader` queryable in `con`; nothing is opened yet.
 
-def _placed(table: pa.Table) -> pa.Table:
-    """The same columns with run_id, branch and seq first, each once.
-
-    Where an event has a column of its own with such a name, the place is what the reader added.
+    A query then opens what it touches, and raises what `reader.table` raises, as DuckDB's error
+    with the text of ours.
     """
-    last = {name: i for i, name in enumerate(table.column_names)}
-    own = [i for name, i in last.items() if name not in PLACE]
-    return table.select([last[name] for name in PLACE] + own)
+    Views(con, Source(reader)).define_all()

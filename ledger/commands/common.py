@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ledger.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from ledger.reader import Reader
     from ledger.store import Ledger
@@ -17,6 +19,7 @@ __all__ = [
     "DEFAULT_LEDGER",
     "FOUND",
     "Parents",
+    "moment",
     "open_from",
     "parents",
     "reader_from",
@@ -62,7 +65,11 @@ def parents() -> Parents:
     run.add_argument("--run", metavar="NAME", help="the run (default: the only one)")
     point = argparse.ArgumentParser(add_help=False)
     point.add_argument(
-        "--as-of", metavar="SEQ", type=whole(0), help="only events up to this number"
+        "--as-of",
+        metavar="WHEN",
+        type=moment,
+        help="the ledger as it was: after event 42, after version v7 was published, or at a time "
+        "such as 2026-11-30T12:00:00Z",
     )
     branch = argparse.ArgumentParser(add_help=False)
     branch.add_argument(
@@ -86,6 +93,17 @@ def whole(low: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def moment(text: str) -> str:
+    """An argparse type: a point in time, see `ledger.moment`."""
+    from ledger.moment import parse_moment
+
+    try:
+        parse_moment(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(" ".join(str(error).split())) from error
+    return text
 
 
 def seconds(text: str) -> float:
