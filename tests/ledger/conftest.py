@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,20 @@ def story_ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
     """A stored ledger with the story of the factory. Nobody may write to it."""
     with write_story(tmp_path_factory.mktemp("story") / "ledger") as ledger:
         yield ledger
+
+
+@pytest.fixture
+def quick_path(tmp_path: Path) -> Iterator[Path]:
+    """A new folder, in memory where the machine has such a place: it is as good against kills."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.fixture

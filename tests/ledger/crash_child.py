@@ -62,7 +62,7 @@ def arm(at: int) -> None:
 
         setattr(os, name, wrapped)
 
-    for name in ("write", "fsync", "link", "unlink"):
+    for name in ("write", "fsync", "link", "rename", "unlink"):
         around(name)
     real_write = Catalog.write
 

@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    with open_ledger(tmp_path / "ledger", create=True) as opened:
+def ledger(quick_path: Path) -> Iterator[Ledger]:
+    with open_ledger(quick_path / "ledger", create=True) as opened:
         opened.create_run("r")
         opened.store = FaultyStore(opened.store)  # type: ignore[assignment]
         yield opened

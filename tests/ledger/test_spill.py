@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +23,8 @@ from tests.ledger.faulty import FaultyStore, closing, gaps, scores, store_of, un
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    with open_ledger(tmp_path / "ledger", create=True) as opened:
+def ledger(quick_path: Path) -> Iterator[Ledger]:
+    with open_ledger(quick_path / "ledger", create=True) as opened:
         opened.create_run("r")
         opened.store = FaultyStore(opened.store)  # type: ignore[assignment]
         yield opened
@@ -53,11 +56,11 @@ def spill_some(ledger: Ledger, spill: Path, count: int = 3) -> list[SpilledRecei
 
 
 def test_spilled_appends_are_delivered_in_order_when_the_store_is_back(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, quick_path: Path
 ) -> None:
     store = store_of(ledger)
     told: list[LedgerError] = []
-    with spilling(ledger, tmp_path / "spill", on_trouble=told.append) as queue:
+    with spilling(ledger, quick_path / "spill", on_trouble=told.append) as queue:
         queue.append([factory.score(0, 1.0)])
         queue.flush()
         store.failures = -1
@@ -68,7 +71,7 @@ def test_spilled_appends_are_delivered_in_order_when_the_store_is_back(
         assert (stats.state, stats.queued_bytes) == (QueueState.SPILLING, 0)
         assert stats.spilled_appends == 5
         assert stats.spilled_bytes == sum(
-            p.stat().st_size for p in (tmp_path / "spill").rglob("*.spill")
+            p.stat().st_size for p in (quick_path / "spill").rglob("*.spill")
         )
         assert scores(ledger) == [0]
         store.failures = 0
@@ -78,21 +81,21 @@ def test_spilled_appends_are_delivered_in_order_when_the_store_is_back(
         after = queue.append([factory.score(6, 1.0)]).result(20)
         assert not isinstance(after, SpilledReceipt)
     assert scores(ledger) == list(range(7))
-    assert files(tmp_path / "spill") == []
+    assert files(quick_path / "spill") == []
     assert len(told) == 1
     assert gaps(ledger) == []
     assert verify_ledger(ledger).ok
 
 
 def test_a_store_that_stands_still_makes_the_queue_spill_what_is_under_way_too(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, quick_path: Path
 ) -> None:
     store = store_of(ledger)
     store.gate.clear()
     told: list[LedgerError] = []
     with spilling(
         ledger,
-        tmp_path / "spill",
+        quick_path / "spill",
         max_events=2,
         patience_s=60.0,
         block_timeout_s=0.05,
@@ -104,13 +107,13 @@ def test_a_store_that_stands_still_makes_the_queue_spill_what_is_under_way_too(
         store.gate.set()
         queue.flush()
     assert scores(ledger) == list(range(5))
-    assert files(tmp_path / "spill") == []
+    assert files(quick_path / "spill") == []
 
 
 def test_the_next_process_delivers_under_the_old_epoch_and_then_begins_its_own(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, quick_path: Path
 ) -> None:
-    spill = tmp_path / "spill"
+    spill = quick_path / "spill"
     spill_some(ledger, spill)
     # One of them had reached the ledger, but the process was killed before it knew.
     folder = SpillFolder(spill, ledger.ledger_id, "r", "a/b")
@@ -136,10 +139,10 @@ def test_the_next_process_delivers_under_the_old_epoch_and_then_begins_its_own(
     assert gaps(ledger) == []
 
 
-def test_one_process_at_a_time_has_a_spill_folder(ledger: Ledger, tmp_path: Path) -> None:
-    with spilling(ledger, tmp_path / "spill"), pytest.raises(Conflict, match="another process"):
-        spilling(ledger, tmp_path / "spill")
-    with spilling(ledger, tmp_path / "spill") as queue:
+def test_one_process_at_a_time_has_a_spill_folder(ledger: Ledger, quick_path: Path) -> None:
+    with spilling(ledger, quick_path / "spill"), pytest.raises(Conflict, match="another process"):
+        spilling(ledger, quick_path / "spill")
+    with spilling(ledger, quick_path / "spill") as queue:
         assert queue.epoch == 2
     with pytest.raises(InvalidArgument, match="with a folder"):
         ledger.queued_writer("r", producer="p", policy="spill")
@@ -148,9 +151,9 @@ def test_one_process_at_a_time_has_a_spill_folder(ledger: Ledger, tmp_path: Path
 
 
 def test_what_a_successor_fenced_off_is_a_gap_and_stays_to_be_looked_at(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, quick_path: Path
 ) -> None:
-    spill = tmp_path / "spill"
+    spill = quick_path / "spill"
     spill_some(ledger, spill)
     ledger.writer("r", producer="a/b").append([factory.score(0, 0.5)])
     for _ in range(2):  # the second one must not say it again
@@ -171,9 +174,9 @@ def test_what_a_successor_fenced_off_is_a_gap_and_stays_to_be_looked_at(
 
 
 def test_a_crash_between_the_gap_and_its_files_records_nothing_twice(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spill = tmp_path / "spill"
+    spill = quick_path / "spill"
     spill_some(ledger, spill)
     ledger.writer("r", producer="a/b")
     with monkeypatch.context() as patch:
@@ -192,9 +195,9 @@ def test_a_crash_between_the_gap_and_its_files_records_nothing_twice(
     assert len(list(spill.rglob("set-aside/*"))) == 3
 
 
-def test_fenced_off_while_spilling(ledger: Ledger, tmp_path: Path) -> None:
+def test_fenced_off_while_spilling(ledger: Ledger, quick_path: Path) -> None:
     store_of(ledger).failures = -1
-    queue = spilling(ledger, tmp_path / "spill")
+    queue = spilling(ledger, quick_path / "spill")
     with closing(queue):
         spilled = queue.append([factory.score(0, 1.0)]).result(20)
         assert isinstance(spilled, SpilledReceipt)
@@ -214,11 +217,11 @@ def test_fenced_off_while_spilling(ledger: Ledger, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["rows", "header", "name", "cut", "pickle"])
 def test_a_damaged_spilled_file_becomes_a_gap_and_the_others_are_delivered(
-    ledger: Ledger, tmp_path: Path, where: str
+    ledger: Ledger, quick_path: Path, where: str
 ) -> None:
-    spill = tmp_path / "spill"
+    spill = quick_path / "spill"
     spill_some(ledger, spill)
-    trap = tmp_path / "executed"
+    trap = quick_path / "executed"
     path = sorted(spill.rglob("*.spill"))[1]
     raw = bytearray(path.read_bytes())
     if where == "rows":
@@ -247,11 +250,11 @@ def test_a_damaged_spilled_file_becomes_a_gap_and_the_others_are_delivered(
 
 
 def test_damage_found_while_catching_up_is_recorded_and_stops_the_queue(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, quick_path: Path
 ) -> None:
     store = store_of(ledger)
     store.failures = -1
-    queue = spilling(ledger, tmp_path / "spill")
+    queue = spilling(ledger, quick_path / "spill")
     with closing(queue):
         spilled = [queue.append([factory.score(n, 1.0)]).result(20) for n in range(3)]
         path = spilled[1].file.path  # type: ignore[union-attr]
@@ -270,11 +273,11 @@ def test_damage_found_while_catching_up_is_recorded_and_stops_the_queue(
 
 
 def test_a_full_spill_folder_stops_the_queue_and_pretends_nothing(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, quick_path: Path
 ) -> None:
     store = store_of(ledger)
     store.failures = -1
-    queue = spilling(ledger, tmp_path / "spill", max_spill_bytes=12_000, block_timeout_s=1.0)
+    queue = spilling(ledger, quick_path / "spill", max_spill_bytes=12_000, block_timeout_s=1.0)
     with closing(queue):
         taken = []
         with pytest.raises(StorageFailed, match="spill folder is full"):  # noqa: PT012
@@ -291,9 +294,9 @@ def test_a_full_spill_folder_stops_the_queue_and_pretends_nothing(
 
 
 def test_given_up_spilled_events_are_recorded_also_by_the_next_process(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, quick_path: Path
 ) -> None:
-    spill = tmp_path / "spill"
+    spill = quick_path / "spill"
     store_of(ledger).failures = -1
     queue = spilling(ledger, spill, max_spill_bytes=6_000, block_timeout_s=0.01)
     queue.append([factory.score(0, 1.0)]).result(20)
@@ -314,10 +317,10 @@ def test_given_up_spilled_events_are_recorded_also_by_the_next_process(
 
 
 def test_a_spilled_file_is_synced_then_named_then_its_folder_is_synced(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_of(ledger).failures = -1
-    queue = spilling(ledger, tmp_path / "spill")
+    queue = spilling(ledger, quick_path / "spill")
     with closing(queue):
         queue.append([factory.score(0, 1.0)]).result(20)
         calls: list[str] = []
@@ -352,3 +355,24 @@ def test_a_spilled_file_is_synced_then_named_then_its_folder_is_synced(
     kept = [call for call in calls if not call.startswith("write")]
     assert kept == ["fsync tmp", "rename to .spill", f"fsync {'a%2Fb'}"]
     assert calls.index("fsync tmp") > max(i for i, c in enumerate(calls) if c == "write tmp")
+
+
+def test_kills_at_any_moment_lose_nothing_that_was_acknowledged(quick_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ledger.spill_child", str(quick_path), "150", "4"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    kills = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kills) >= 2
+    for kill in kills:
+        told, there = kill["told"], kill["there"]
+        # Appends were made one after the other: at most the one under way is there untold.
+        assert there in ([*told, 99], [*told, len(told), 99]), kill
+        assert kill["sound"], kill
+        assert kill["after"], kill
+        assert not kill["gaps"], kill
+        assert kill["left"] == [], kill
