@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ledger.store import Ledger, open_ledger
+    from ledger.opening import open_ledger
+    from ledger.store import Ledger
 
 __all__ = ["Ledger", "__version__", "open_ledger"]
 
@@ -18,8 +19,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Ledger", "open_ledger"):
-        from ledger import store
+    if name == "Ledger":
+        from ledger.store import Ledger
 
-        return getattr(store, name)
+        return Ledger
+    if name == "open_ledger":
+        from ledger.opening import open_ledger
+
+        return open_ledger
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import sqlalchemy as sa
 from ledger.catalog import commit as commits
 from ledger.catalog import queries
 from ledger.catalog import tables as t
-from ledger.catalog.engine import Catalog, sqlite_url
+from ledger.catalog.engine import Catalog
 from ledger.catalog.records import (
     MAIN,
     BranchInfo,
@@ -25,7 +26,6 @@ from ledger.catalog.records import (
 )
 from ledger.errors import (
     AlreadyExists,
-    IncompatibleFormat,
     InvalidArgument,
     LedgerError,
     NotFound,
@@ -35,11 +35,9 @@ from ledger.events import BranchForked
 from ledger.hashing import GENESIS, multiset_digest, row_content_hashes
 from ledger.lookup import LedgerLookup
 from ledger.moment import Moment, sequence_at
-from ledger.place import CATALOG, local_root, require_format
-from ledger.place import create as create_place
 from ledger.reader import Reader
 from ledger.segment_reader import SegmentReader
-from ledger.storage import LocalStore
+from ledger.storage import ObjectStore
 from ledger.writer import Writer
 
 if TYPE_CHECKING:
@@ -47,68 +45,22 @@ if TYPE_CHECKING:
     from ledger.result import Result
     from ledger.session import SessionPool
 
-__all__ = ["Ledger", "open_ledger"]
+__all__ = ["Ledger"]
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-
-
-def open_ledger(uri: str | Path, *, create: bool = False, catalog: str | None = None) -> Ledger:
-    """Open the ledger in a local folder (a path or a file:// URI); with `create`, make it first.
-
-    Processes may open, and create, one ledger at the same time. A forked child must open its own.
-
-    Raises:
-        NotFound: there is none, and `create` is False.
-        IncompatibleFormat: the folder holds something else, or a ledger of another version.
-        StorageFailed: the place cannot be read or written.
-        Corrupt: the catalog is damaged so that it cannot be read.
-        InvalidArgument: a kind of place or catalog that is not supported.
-    """
-    root = local_root(uri)
-    if catalog is not None:
-        raise InvalidArgument(
-            explain(
-                "a ledger was not opened",
-                on="catalog",
-                expected="none: the catalog lies in the ledger's folder",
-                found=catalog,
-            )
-        )
-    path = root / CATALOG
-    if create:
-        create_place(root)
-    elif not root.is_dir() or (not path.exists() and not any(root.iterdir())):
-        raise NotFound(
-            explain("there is no ledger", on=str(root), do=f"make one: ledger init {root}")
-        )
-    elif not path.exists():
-        raise IncompatibleFormat(
-            explain(
-                "this folder is not a ledger",
-                on=str(root),
-                expected=f"a file {CATALOG}",
-                found=sorted(p.name for p in root.iterdir())[:10],
-            )
-        )
-    opened = Catalog(sqlite_url(path))
-    try:
-        with opened.read() as connection:
-            ledger_id = require_format(connection, opened.name)
-    except BaseException:
-        opened.close()
-        raise
-    return Ledger(root, opened, ledger_id)
 
 
 class Ledger:
     """An open ledger. Threads may share it. Use it as a context manager, or call `close`."""
 
-    def __init__(self, root: Path, catalog: Catalog, ledger_id: str) -> None:
-        self.root = root
-        """The folder that paths of segments and checkpoints are relative to."""
-        self.ledger_id = ledger_id
+    def __init__(
+        self, store: ObjectStore, catalog: Catalog, ledger_id: str, *, read_only: bool = False
+    ) -> None:
+        self.store = store
         self.catalog = catalog
-        self.store = LocalStore(root)
+        self.ledger_id = ledger_id
+        self.read_only = read_only
+        """Whether every write is refused."""
         self.segments = SegmentReader(self.store)
         self.assembled: dict[Any, tuple[int, pa.Table]] = {}
         """Readers' own: what they put together, for the next reader to build upon."""
@@ -118,8 +70,36 @@ class Ledger:
 
     @property
     def uri(self) -> str:
-        """Where it is."""
+        """Where it is, without any secret."""
         return self.store.uri
+
+    @property
+    def root(self) -> Path | None:
+        """The folder it is in, to which locations of checkpoints are relative; None elsewhere."""
+        return self.store.root
+
+    def locate(self, location: str) -> Path:
+        """The folder that a checkpoint's `location` names: absolute, or relative to `root`.
+
+        Raises:
+            NotFound: it is relative, and the ledger is in no folder.
+        """
+        if self.root is not None:
+            return self.root / location
+        if Path(location).is_absolute():
+            return Path(location)
+        raise NotFound(
+            explain(
+                "a checkpoint's folder was not found",
+                on=location,
+                expected="a path from the root of the file system: the ledger is in no folder",
+                found=f"a path relative to {self.uri}",
+            )
+        )
+
+    def require_writable(self) -> None:
+        """Raise, with the reason, where the ledger was opened for reading only."""
+        self.catalog.require_writable()
 
     def __enter__(self) -> Ledger:
         return self
@@ -184,26 +164,25 @@ class Ledger:
             InvalidArgument: the name has characters that cannot stand in a file name.
         """
         _require_name("run", run_id)
-        with self.catalog.write() as connection:
-            if connection.execute(sa.select(t.runs).where(t.runs.c.run_id == run_id)).first():
-                raise AlreadyExists(
-                    explain(
-                        "a run was not created: its name is taken",
-                        on=f"{run_id!r} in {self.uri}",
-                        do="name it otherwise, or go on with it",
-                    )
-                )
-            made = RunInfo(run_id, time.time_ns() // 1000, 0, GENESIS)
-            connection.execute(
-                t.runs.insert().values(
-                    run_id=made.run_id,
-                    created_at=made.created_at,
-                    head_seq=made.head_seq,
-                    head_chain=made.head_chain,
+        made = RunInfo(run_id, time.time_ns() // 1000, 0, GENESIS)
+        self.catalog.transact(lambda connection: self._add_run(connection, made))
+        return made
+
+    def _add_run(self, connection: sa.Connection, made: RunInfo) -> None:
+        query = sa.select(t.runs.c.created_at).where(t.runs.c.run_id == made.run_id)
+        there = connection.execute(query).scalar()
+        if there == made.created_at:
+            return  # this very call has made it: its acknowledgement was lost
+        if there is not None:
+            raise AlreadyExists(
+                explain(
+                    "a run was not created: its name is taken",
+                    on=f"{made.run_id!r} in {self.uri}",
+                    do="name it otherwise, or go on with it",
                 )
             )
-            connection.execute(t.branches.insert().values(run_id=run_id, name=MAIN))
-        return made
+        connection.execute(t.runs.insert().values(dataclasses.asdict(made)))
+        connection.execute(t.branches.insert().values(run_id=made.run_id, name=MAIN))
 
     def branches(self, run_id: str) -> list[BranchInfo]:
         """All branches of a run, the first one first. Raises: NotFound."""
@@ -336,9 +315,9 @@ class Ledger:
         return writer
 
     def _writer(self, run_id: str, branch: str, producer: str, epoch: int | None) -> Writer:
+        self.require_writable()
         if epoch is None:
-            with self.catalog.write() as connection:
-                epoch = commits.begin_epoch(connection, run_id, producer)
+            epoch = self.catalog.transact(lambda c: commits.begin_epoch(c, run_id, producer))
         return Writer(self, run_id, branch, producer, epoch)
 
     def reader(

@@ -15,7 +15,7 @@ from ledger.catalog.integrity import catalog_differences
 from ledger.catalog.queries import segments_after
 from ledger.catalog.records import SegmentInfo
 from ledger.encode import events_of
-from ledger.errors import Corrupt, IncompatibleFormat, StorageFailed
+from ledger.errors import Corrupt, IncompatibleFormat, NotFound, StorageFailed
 from ledger.events import CheckpointSaved
 from ledger.finding import Finding, as_text
 from ledger.hashing import (
@@ -189,7 +189,7 @@ class _RunCheck:
     def __init__(self, ledger: Ledger, state: _State) -> None:
         self.findings: list[Finding] = []
         self._state = state
-        self._root = ledger.root
+        self._ledger = ledger
         self._reader = SegmentReader(ledger.store)  # remembers nothing: every file is read again
         self._by_commit = {c.first_seq: c for c in state.commits}
         self._chain = GENESIS
@@ -343,12 +343,14 @@ class _RunCheck:
                 yield segment.rows  # what they should be could not be read: said already
                 continue
             for event in events_of(table, CheckpointSaved):
-                where = (
-                    f"checkpoint of version {event.weight_version} on branch {segment.branch!r}, "
-                    f"{self._root / event.location}"
-                )
-                for what, expected, found in compare_checkpoint(self._root, event):
-                    self._find(where, what, expected, found)
+                of = f"checkpoint of version {event.weight_version} on branch {segment.branch!r}"
+                try:
+                    folder = self._ledger.locate(event.location)
+                except NotFound:
+                    self._find(of, "its folder", "an absolute path", event.location)
+                else:
+                    for what, expected, found in compare_checkpoint(folder, event):
+                        self._find(f"{of}, {folder}", what, expected, found)
                 yield 1
 
     def head(self) -> None:

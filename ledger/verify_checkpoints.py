@@ -12,14 +12,12 @@ from ledger.events import CheckpointSaved
 __all__ = ["compare_checkpoint"]
 
 
-def compare_checkpoint(root: Path, event: CheckpointSaved) -> Iterator[tuple[str, str, str]]:
+def compare_checkpoint(folder: Path, event: CheckpointSaved) -> Iterator[tuple[str, str, str]]:
     """Read every file that a checkpoint_saved event lists; what differs as (what, expected, found).
 
-    `root` is the ledger's folder, to which a location is relative unless it is absolute. Nothing is
-    raised for what is missing or cannot be read: that is a difference too. Other files may lie in
-    the folder.
+    `folder` is where the checkpoint is. Nothing is raised for what is missing or cannot be read:
+    that is a difference too. Other files may lie in the folder.
     """
-    folder = root / event.location
     if not folder.is_dir():
         yield "its folder", f"a folder {folder}", "no such folder"
         return

@@ -153,8 +153,9 @@ class Writer:
         self._ledger.store.publish(
             [(s.file.path, one) for s, one in zip(segments, staged, strict=True)]
         )
-        with catalog.write() as connection:
-            return commits.commit(connection, dataclasses.replace(pending, segments=segments))
+        complete = dataclasses.replace(pending, segments=segments)
+        # Run again after a lost acknowledgement, it finds its own commit by the key.
+        return catalog.transact(lambda connection: commits.commit(connection, complete))
 
 
 def _segment(

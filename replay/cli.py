@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ledger.store import open_ledger
+    from ledger.opening import open_ledger
     from replay.surroundings import differences, recorded_surroundings
 
     began = time.monotonic()
@@ -172,7 +172,7 @@ def _line(verdict: Any) -> str:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from ledger.store import open_ledger
+    from ledger.opening import open_ledger
     from replay.plot import plot_rewards
 
     with open_ledger(arguments.ledger) as ledger:

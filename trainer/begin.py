@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ledger.canonical import canonical_json
@@ -22,7 +23,7 @@ from trainer.history import History, read_history
 from trainer.option_values import check_values, content_of, places_of, validate
 from trainer.options import OPTIONS
 
-__all__ = ["Standing", "find_standing"]
+__all__ = ["Standing", "checkpoint_root", "find_standing"]
 
 DEFAULT_RUN = "run"
 
@@ -260,3 +261,24 @@ def _plain(value: Any) -> Any:
 
 def _dash(name: str) -> str:
     return name.replace("_", "-")
+
+
+def checkpoint_root(ledger: Ledger, standing: Standing) -> Path:
+    """The folder of a run's checkpoints: below `save`, or in the ledger.
+
+    Raises InvalidArgument where the ledger is in no folder and none was named.
+    """
+    base = standing.values["save"]
+    if base:
+        return Path(base) / standing.run_id
+    if ledger.root is None:
+        raise InvalidArgument(
+            explain(
+                "where checkpoints are to be saved was not said",
+                on=ledger.uri,
+                expected="--save DIR: checkpoints are folders, and this ledger is in none",
+                found="no --save",
+                do="name a folder that every process of this run sees",
+            )
+        )
+    return ledger.root / "checkpoints" / standing.run_id

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(explicit: Mapping[str, Any], *, show: bool) -> dict[str, Any]:
     """Do what the options ask for; returns what `--json` prints. Raises LedgerError."""
-    from ledger.store import open_ledger
-    from trainer.begin import find_standing
+    from ledger.opening import open_ledger
+    from trainer.begin import checkpoint_root, find_standing
 
     began = time.monotonic()
     uri = explicit.get("ledger", os.environ.get("LEDGER_URI", "ledger-data"))
@@ -72,6 +72,7 @@ def run(explicit: Mapping[str, Any], *, show: bool) -> dict[str, Any]:
     with open_ledger(uri, create=not forking) as ledger:
         standing = find_standing(ledger, explicit)
         _check(standing.values)
+        checkpoint_root(ledger, standing)
         # Heavy imports only once the options make sense.
         from trainer.opening import is_complete
 
@@ -252,7 +253,7 @@ def _result(
 
 def _checkpoint(ledger: Any, history: Any, version: int) -> Path | None:
     event = history.checkpoints.get(version)
-    return None if event is None else ledger.root / event.location
+    return None if event is None else Path(ledger.locate(event.location))
 
 
 def _print_result(result: Mapping[str, Any]) -> None:

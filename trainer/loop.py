@@ -347,7 +347,10 @@ def checkpoint_of(
     """Write the state of a version to `folder`, durably, and give the event that says so."""
     saved = save_checkpoint(state, folder, model_dir=model_dir)
     absolute = folder.absolute()
-    inside = absolute.is_relative_to(ledger.root)
+    if ledger.root is not None and absolute.is_relative_to(ledger.root):
+        location = absolute.relative_to(ledger.root)
+    else:
+        location = absolute
     return CheckpointSaved(
         weight_version=weight_version,
         step=step,
@@ -355,7 +358,7 @@ def checkpoint_of(
         optimizer_digest=saved.optimizer_digest,
         random_state_digest=saved.random_state_digest,
         format=saved.format,
-        location=str(absolute.relative_to(ledger.root) if inside else absolute),
+        location=str(location),
         files=list(saved.files),
         file_hashes=list(saved.file_hashes),
         file_sizes=np.array(saved.file_sizes, np.int64),

@@ -17,7 +17,7 @@ from ledger.errors import AlreadyExists, InvalidArgument, NotFound, explain
 from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted
 from ledger.store import Ledger
 from ledger.writer import Writer
-from trainer.begin import Standing, find_standing
+from trainer.begin import Standing, checkpoint_root, find_standing
 from trainer.history import History, read_history
 from trainer.loop import Place, checkpoint_of
 from trainer.model import read_config
@@ -66,7 +66,7 @@ def open_branch(
     writer = _take_over(ledger, standing)
     if writer is not None:
         standing = find_standing(ledger, standing.explicit)
-    checkpoints = _checkpoint_root(ledger, standing)
+    checkpoints = checkpoint_root(ledger, standing)
     if standing.history is None:
         if writer is None:
             raise RuntimeError("a new run is written by a writer that took it over")
@@ -290,12 +290,6 @@ def _require_work(standing: Standing, recorded: list[StepCommitted] | None) -> N
 def environment_json() -> str:
     """What results depend on in this process, as an event records it."""
     return canonical_json({**describe_environment(), "determinism": determinism_report()})
-
-
-def _checkpoint_root(ledger: Ledger, standing: Standing) -> Path:
-    base = standing.values["save"]
-    root = Path(base) if base else ledger.root / "checkpoints"
-    return root / standing.run_id
 
 
 def _file_digest(path: Path) -> bytes:

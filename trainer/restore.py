@@ -52,7 +52,7 @@ class StepAgain:
 
 def checkpoint_folder(ledger: Ledger, event: CheckpointSaved) -> Path:
     """Where a checkpoint's files are: its location is absolute, or relative to the ledger."""
-    return ledger.root / event.location
+    return ledger.locate(event.location)
 
 
 def check_checkpoint(ledger: Ledger, history: History, version: int) -> Path:

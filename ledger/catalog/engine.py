@@ -1,134 +1,165 @@
-"""Opening the catalog: SQLite in WAL mode, every commit synced before it is acknowledged.
+"""Opening the catalog: transactions that read one state, and transactions that are durable.
 
-Everything above is written for any dialect of SQLAlchemy; what is particular to SQLite stands here.
+Everything above is written for any dialect; `sqlite` and `postgres` hold what is particular.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sqlite3
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import event
 
-from ledger.errors import Corrupt, IncompatibleFormat, StorageFailed, explain
+from ledger.catalog import postgres, sqlite
+from ledger.catalog.address import kind_of, shown
+from ledger.catalog.sqlite import BUSY_TIMEOUT_S, sqlite_url
+from ledger.errors import LedgerError, StorageFailed, explain
 
 __all__ = ["BUSY_TIMEOUT_S", "Catalog", "sqlite_url"]
 
-BUSY_TIMEOUT_S = 60
-"""How long a process waits for another one's transaction."""
+_TRIES = 8
+"""Times that a transaction is run before being overtaken by others counts as a failure."""
+_RECONNECT_S = 20.0
+"""How long a write is tried again while the server cannot be reached."""
 
-_WRITE = "ledger_write"
-
-_DAMAGE = (
-    "malformed",
-    "decode to UTF-8",
-    "unsupported file format",
-    "no such table",
-    "no such column",
-)
-"""Of messages of SQLite: the file was read, but what stands in it is wrong."""
-
-
-def sqlite_url(path: Path) -> sa.URL:
-    """The SQLAlchemy URL of an SQLite file."""
-    return sa.URL.create("sqlite+pysqlite", database=str(path))
+_Result = TypeVar("_Result")
 
 
 class Catalog:
-    """A connection pool that gives out read and write transactions, in our errors."""
+    """A connection pool that gives out read and write transactions, in our errors.
 
-    def __init__(self, url: sa.URL) -> None:
+    Threads may share it; a forked child must open its own. At most some ten transactions run at
+    once in a process: more wait for their turn.
+    """
+
+    def __init__(
+        self,
+        url: sa.URL,
+        *,
+        refusal: LedgerError | None = None,
+        name: str | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        """`refusal` is raised by whoever wants to write. `name` is shown instead of the address.
+
+        Raises:
+            MissingDependency: the driver is not installed.
+        """
         self.url = url
-        self.engine = sa.create_engine(url)
-        self._writing = self.engine.execution_options(**{_WRITE: True})
-        if self.engine.dialect.name == "sqlite":
-            event.listen(self.engine, "connect", _configure)
-            event.listen(self.engine, "begin", _begin)
-
-    @property
-    def name(self) -> str:
+        self.kind = kind_of(url)
+        """'sqlite' or 'postgresql'."""
+        self.name = shown(url) if name is None else name
         """Where it is, without any password."""
-        return self.url.render_as_string(hide_password=True)
+        self.refusal = refusal
+        self._on_close = on_close
+        reading: dict[str, Any] = {}
+        writing: dict[str, Any] = {sqlite.WRITE: True}
+        if self.kind == "sqlite":
+            self.engine = sa.create_engine(url, pool_timeout=BUSY_TIMEOUT_S)
+            sqlite.configure(self.engine)
+        else:
+            try:
+                self.engine = sa.create_engine(
+                    url, connect_args=postgres.connect_args(url), **postgres.engine_options()
+                )
+            except ImportError as error:
+                raise postgres.missing(error) from error
+            # One snapshot for all statements of a reader. A writer locks the run's head first and
+            # sees in every statement what was committed until then.
+            reading = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+            writing["isolation_level"] = "READ COMMITTED"
+        self._reading = self.engine.execution_options(**reading)
+        self._writing = self.engine.execution_options(**writing)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """A transaction that sees one state of the catalog."""
-        with _translated("the catalog was not read", self.name), self.engine.begin() as connection:
+        with self._translated("the catalog was not read"), self._reading.begin() as connection:
             yield connection
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """A transaction that is durable when the block has ended, and gone if it raised."""
+        """A transaction that is durable when the block has ended, and gone if it raised.
+
+        Where the connection was lost in the very moment of the commit, nobody can say which:
+        `transact` is for what can be asked twice.
+        """
+        self.require_writable()
         with (
-            _translated("the catalog did not take a commit", self.name),
+            self._translated("the catalog did not take a commit"),
             self._writing.begin() as connection,
         ):
             yield connection
 
+    def transact(self, work: Callable[[sa.Connection], _Result]) -> _Result:
+        """Run `work` in a transaction that is durable on return; its result.
+
+        `work` is run again where another transaction overtook it, and where the connection was
+        lost: then what it did may be stored already, which it must recognise (an append does, by
+        its key).
+
+        Raises:
+            StorageFailed: the catalog did not take it. Unless the connection was lost in the very
+                moment of the commit, nothing is stored.
+        """
+        self.require_writable()
+        tries, until = 0, time.monotonic() + _RECONNECT_S
+        with self._translated("the catalog did not take a commit"):
+            while True:
+                tries += 1
+                try:
+                    with self._writing.begin() as connection:
+                        return work(connection)
+                except sa.exc.DBAPIError as error:
+                    if not self._again(error, tries, until):
+                        raise
+                time.sleep(random.uniform(0.5, 1.0) * min(0.02 * 2**tries, 1.0))
+
+    def _again(self, error: sa.exc.DBAPIError, tries: int, until: float) -> bool:
+        if self.kind == "sqlite":
+            return False  # SQLite has waited already
+        if postgres.is_overtaken(error):
+            return tries < _TRIES
+        return postgres.is_lost(error) and time.monotonic() < until
+
+    def require_writable(self) -> None:
+        """Raise, with the reason, where this catalog was opened for reading only."""
+        if self.refusal is not None:
+            raise type(self.refusal)(*self.refusal.args)
+
     def keep_write_ahead_log(self) -> None:
         """Switch an SQLite file to WAL, for good. To be done by one process at a time."""
-        if self.engine.dialect.name != "sqlite":
-            return
-        with _translated("the catalog was not set up", self.name):
-            # The mode can be changed only outside a transaction, which SQLAlchemy always begins.
-            raw = self.engine.raw_connection()
-            try:
-                raw.cursor().execute("PRAGMA journal_mode = WAL")
-            finally:
-                raw.close()
+        if self.kind == "sqlite":
+            with self._translated("the catalog was not set up"):
+                sqlite.keep_write_ahead_log(self.engine)
 
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
+        if self._on_close is not None:
+            self._on_close()
+            self._on_close = None
 
-
-def _configure(connection: Any, _record: Any) -> None:
-    # The driver must not begin transactions by itself: _begin does.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000}")
-    # FULL syncs the log in every commit: what was acknowledged survives a power cut.
-    cursor.execute("PRAGMA synchronous = FULL")
-    cursor.execute("PRAGMA foreign_keys = ON")
-    cursor.close()
-
-
-def _begin(connection: sa.Connection) -> None:
-    # IMMEDIATE takes the writers' lock first: a transaction that reads and then writes cannot be
-    # overtaken in between, nor fail when it starts to write.
-    writes = connection.get_execution_options().get(_WRITE, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-@contextlib.contextmanager
-def _translated(tried: str, on: str) -> Iterator[None]:
-    try:
-        yield
-    except (sa.exc.DatabaseError, sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        text = str(error.orig if isinstance(error, sa.exc.DatabaseError) else error)
-        if "not a database" in text:
-            raise IncompatibleFormat(
-                explain(tried, on=on, expected="a catalog", found=text)
-            ) from error
-        if isinstance(error, UnicodeDecodeError) or any(sign in text for sign in _DAMAGE):
-            raise Corrupt(
+    @contextlib.contextmanager
+    def _translated(self, tried: str) -> Iterator[None]:
+        try:
+            yield
+        except sa.exc.TimeoutError as error:
+            raise StorageFailed(
                 explain(
                     tried,
-                    on=on,
-                    expected="a sound database",
-                    found=text,
-                    do="see what else is damaged: ledger verify; put the catalog back from a copy",
+                    on=self.name,
+                    expected="a free connection",
+                    found="all are in use by other threads of this process",
+                    do="try again; use fewer threads at once",
                 )
             ) from error
-        raise StorageFailed(
-            explain(
-                tried,
-                on=on,
-                found=text,
-                do="see that the place is writable, has space and is on a local disk; try again",
-            )
-        ) from error
+        except (sa.exc.DBAPIError, *sqlite.ERRORS) as error:
+            if self.kind == "sqlite":
+                kind, found, do = sqlite.meaning(error)
+            else:
+                kind, found, do = postgres.meaning(error)
+            raise kind(explain(tried, on=self.name, found=found, do=do)) from error

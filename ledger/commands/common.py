@@ -119,7 +119,7 @@ def seconds(text: str) -> float:
 
 def open_from(arguments: argparse.Namespace) -> Ledger:
     """The ledger that --ledger names."""
-    from ledger.store import open_ledger
+    from ledger.opening import open_ledger
 
     return open_ledger(arguments.ledger)
 

@@ -22,7 +22,7 @@ def add(commands: Any, parents: Parents) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from ledger.store import open_ledger
+    from ledger.opening import open_ledger
 
     with open_ledger(arguments.uri or arguments.ledger, create=True) as ledger:
         if arguments.json:

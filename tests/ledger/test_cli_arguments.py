@@ -8,7 +8,7 @@ import pytest
 
 from ledger.cli import main
 from ledger.errors import NotFound
-from ledger.store import open_ledger
+from ledger.opening import open_ledger
 
 
 @pytest.mark.parametrize(

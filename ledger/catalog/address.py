@@ -1,0 +1,70 @@
+"""Addresses of catalogs: what `--catalog` takes, as SQLAlchemy wants it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from ledger.errors import InvalidArgument, explain
+from ledger.redact import redact_text
+
+__all__ = ["KINDS", "catalog_url", "kind_of", "shown"]
+
+KINDS = {
+    "sqlite": "sqlite:////folder/catalog.sqlite, on a local disk",
+    "postgresql": "postgresql+psycopg://user@host/database",
+}
+"""Kind of a catalog → what its address looks like."""
+
+_DRIVERS = {
+    "sqlite": "sqlite+pysqlite",
+    "sqlite+pysqlite": "sqlite+pysqlite",
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+
+
+def kind_of(url: sa.URL) -> str:
+    """'sqlite' or 'postgresql'."""
+    return url.get_backend_name()
+
+
+def shown(url: sa.URL) -> str:
+    """The address as it may be printed: without user, password and other secrets."""
+    return redact_text(url.render_as_string(hide_password=True))
+
+
+def catalog_url(text: str) -> sa.URL:
+    """The address of a catalog; the path of an SQLite file becomes absolute.
+
+    Raises:
+        InvalidArgument: it is no address, or of a kind that is not supported. The message holds no
+            password.
+    """
+    try:
+        url = sa.make_url(text)
+    except (sa.exc.ArgumentError, ValueError):
+        # What SQLAlchemy says would hold the whole text, and the cause would carry it on.
+        raise _refused(redact_text(text) if "://" in text else text) from None
+    driver = _DRIVERS.get(url.drivername)
+    if driver is None:
+        raise _refused(shown(url))
+    url = url.set(drivername=driver)
+    if kind_of(url) == "sqlite":
+        if url.query or url.host or url.database in (None, "", ":memory:"):
+            raise _refused(shown(url))
+        return url.set(database=str(Path(str(url.database)).expanduser().absolute()))
+    return url
+
+
+def _refused(found: str) -> InvalidArgument:
+    return InvalidArgument(
+        explain(
+            "a ledger was not opened: this is not an address of a catalog",
+            on="--catalog (LEDGER_CATALOG)",
+            expected=", or ".join(KINDS.values()),
+            found=found,
+        )
+    )

@@ -1,0 +1,118 @@
+"""What is particular to SQLite: how it is set up, what its errors mean, copies of it in memory."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from ledger.errors import Corrupt, IncompatibleFormat, LedgerError, StorageFailed
+
+__all__ = [
+    "BUSY_TIMEOUT_S",
+    "WRITE",
+    "configure",
+    "keep_write_ahead_log",
+    "meaning",
+    "memory_url",
+    "sqlite_url",
+]
+
+BUSY_TIMEOUT_S = 60
+"""How long a process waits for another one's transaction."""
+
+WRITE = "ledger_write"
+"""The execution option of connections that write."""
+
+_DAMAGE = (
+    "malformed",
+    "decode to UTF-8",
+    "unsupported file format",
+    "no such table",
+    "no such column",
+)
+"""Of messages of SQLite: the file was read, but what stands in it is wrong."""
+
+
+def sqlite_url(path: Path, *, mode: str | None = None) -> sa.URL:
+    """The SQLAlchemy URL of an SQLite file; `mode` 'ro' opens it without writing anything."""
+    if mode is None:
+        return sa.URL.create("sqlite+pysqlite", database=str(path))
+    return sa.URL.create(
+        "sqlite+pysqlite",
+        database=f"file:{quote(str(path))}",
+        query={"mode": mode, "uri": "true"},
+    )
+
+
+def memory_url(name: str) -> sa.URL:
+    """A database in this process's memory that all its connections share by name.
+
+    It is there as long as one connection to it is open.
+    """
+    return sa.URL.create(
+        "sqlite+pysqlite",
+        database=f"file:/{quote(name, safe='')}",
+        query={"vfs": "memdb", "uri": "true"},
+    )
+
+
+def configure(engine: sa.Engine) -> None:
+    """Make every connection of `engine` durable, and let transactions begin as we want."""
+    event.listen(engine, "connect", _configure)
+    event.listen(engine, "begin", _begin)
+
+
+def _configure(connection: Any, _record: Any) -> None:
+    # The driver must not begin transactions by itself: _begin does.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000}")
+    # FULL syncs the log in every commit: what was acknowledged survives a power cut.
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _begin(connection: sa.Connection) -> None:
+    # IMMEDIATE takes the writers' lock first: a transaction that reads and then writes cannot be
+    # overtaken in between, nor fail when it starts to write.
+    writes = connection.get_execution_options().get(WRITE, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def keep_write_ahead_log(engine: sa.Engine) -> None:
+    """Switch the file to WAL, for good. To be done by one process at a time."""
+    # The mode can be changed only outside a transaction, which SQLAlchemy always begins.
+    raw = engine.raw_connection()
+    try:
+        raw.cursor().execute("PRAGMA journal_mode = WAL")
+    finally:
+        raw.close()
+
+
+def meaning(error: BaseException) -> tuple[type[LedgerError], str, str]:
+    """Class of ours for an error of SQLite, what was found, and what to do about it."""
+    original = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+    text = str(original)
+    if "not a database" in text:
+        return IncompatibleFormat, text, "see what lies there: it is no catalog of a ledger"
+    if isinstance(error, UnicodeDecodeError) or any(sign in text for sign in _DAMAGE):
+        return (
+            Corrupt,
+            text,
+            "see what else is damaged: ledger verify; put the catalog back from a copy",
+        )
+    return (
+        StorageFailed,
+        text,
+        "see that the place is writable, has space and is on a local disk; try again",
+    )
+
+
+ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""Errors of the driver that SQLAlchemy lets through as they are."""
