@@ -105,21 +105,19 @@ class Catalog:
             StorageFailed: the catalog did not take it. Unless the connection was lost in the very
                 moment of the commit, nothing is stored.
         """
-        self.require_writable()
         tries, until = 0, time.monotonic() + _RECONNECT_S
-        with self._translated("the catalog did not take a commit"):
-            while True:
-                tries += 1
-                try:
-                    with self._writing.begin() as connection:
-                        return work(connection)
-                except sa.exc.DBAPIError as error:
-                    if not self._again(error, tries, until):
-                        raise
-                time.sleep(random.uniform(0.5, 1.0) * min(0.02 * 2**tries, 1.0))
+        while True:
+            tries += 1
+            try:
+                with self.write() as connection:
+                    return work(connection)
+            except StorageFailed as error:
+                if not self._again(error.__cause__, tries, until):
+                    raise
+            time.sleep(random.uniform(0.5, 1.0) * min(0.02 * 2**tries, 1.0))
 
-    def _again(self, error: sa.exc.DBAPIError, tries: int, until: float) -> bool:
-        if self.kind == "sqlite":
+    def _again(self, error: BaseException | None, tries: int, until: float) -> bool:
+        if self.kind == "sqlite" or not isinstance(error, sa.exc.DBAPIError):
             return False  # SQLite has waited already
         if postgres.is_overtaken(error):
             return tries < _TRIES
