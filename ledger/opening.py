@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import migrations
 from ledger.catalog import postgres
@@ -22,7 +21,7 @@ from ledger.place import (
 from ledger.place import (
     create as create_place,
 )
-from ledger.storage import LocalStore, ObjectStore
+from ledger.storage import open_store
 from ledger.store import Ledger
 
 __all__ = ["open_ledger"]
@@ -58,12 +57,12 @@ def open_ledger(
         raise InvalidArgument(
             explain("a ledger was not opened", expected="create or read_only", found="both")
         )
-    store = _open_store(uri, storage_options)
+    store = open_store(uri, storage_options)
     try:
         place = place_of(store, catalog)
         mark = require_mark(place)
         if create:
-            create_place(place)
+            place = create_place(place)
             mark = require_mark(place)
         else:
             require_there(place, mark)
@@ -102,25 +101,3 @@ def _open_catalog(place: Place, *, read_only: bool) -> Catalog:
             )
         )
     return Catalog(place.url, refusal=refusal)
-
-
-def _open_store(uri: str | Path, options: Mapping[str, Any] | None) -> ObjectStore:
-    return LocalStore(local_root(uri))
-
-
-def local_root(uri: str | Path) -> Path:
-    """The folder that a path or a file:// URI names. Raises: InvalidArgument."""
-    if isinstance(uri, Path):
-        return uri.absolute()
-    parts = urlsplit(uri)
-    if parts.scheme == "file":
-        return Path(unquote(parts.path)).absolute()
-    if parts.scheme and "://" in uri:
-        raise InvalidArgument(
-            explain(
-                "a ledger was not opened: this kind of place is not supported",
-                on=parts.scheme + "://",
-                expected="a folder, or file://…",
-            )
-        )
-    return Path(uri).absolute()

@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,8 @@ CATALOG = "catalog.sqlite"
 
 ENVIRONMENT = "LEDGER_CATALOG"
 
+_in_memory = threading.Lock()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
@@ -54,10 +57,16 @@ class Place:
     """Whether somebody named the catalog; else it is where a ledger of this store has its own."""
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the catalog lasts as long as this process only."""
+        return "vfs" in self.url.query
+
+    @property
     def file(self) -> Path | None:
         """The catalog's file, where it is one."""
-        memory = "vfs" in self.url.query
-        return None if kind_of(self.url) != "sqlite" or memory else Path(str(self.url.database))
+        if kind_of(self.url) != "sqlite" or self.in_memory:
+            return None
+        return Path(str(self.url.database))
 
 
 def place_of(store: ObjectStore, catalog: str | None) -> Place:
@@ -75,7 +84,7 @@ def place_of(store: ObjectStore, catalog: str | None) -> Place:
     if own is not None:
         return Place(store, own, named=False)
     if store.uri.startswith("memory://"):
-        return Place(store, memory_url("ledger " + store.uri), named=False)
+        return Place(store, memory_url(store.uri), named=False)
     mark = read_mark(store)
     ways = KINDS if mark is None or mark.catalog not in KINDS else [mark.catalog]
     raise InvalidArgument(
@@ -141,6 +150,8 @@ def require_there(place: Place, mark: Mark | None) -> None:
                 )
             )
         raise _no_ledger(place)
+    if place.in_memory and mark is None:
+        raise _no_ledger(place)
     if file is None or file.exists():
         return
     if mark is not None:
@@ -190,8 +201,8 @@ def _objects(store: ObjectStore) -> list[str]:
     return found
 
 
-def create(place: Place) -> None:
-    """Make a ledger where there is none; several processes may do so at once.
+def create(place: Place) -> Place:
+    """Make a ledger where there is none; several processes may do so at once. Gives its place.
 
     First the mark, then the tables: whoever is killed in between has made a ledger that the next
     one completes.
@@ -209,11 +220,15 @@ def create(place: Place) -> None:
             _require_free(place)
             place.file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(place):
+            if place.in_memory and read_mark(place.store) is None:
+                # What a forgotten store of this name had is no part of the new one.
+                place = dataclasses.replace(place, url=memory_url(place.store.uri, fresh=True))
             catalog = Catalog(place.url)
             try:
                 _create(place, catalog)
             finally:
                 catalog.close()
+            return place
     except OSError as error:
         if isinstance(error, StorageFailed | Corrupt):
             raise
@@ -304,6 +319,10 @@ def _fill(connection: sa.Connection, catalog: Catalog, mark: Mark) -> str:
 @contextlib.contextmanager
 def _locked(place: Place) -> Iterator[None]:
     """Alone with an SQLite file, whose mode is set outside of any transaction."""
+    if place.in_memory:
+        with _in_memory:
+            yield
+        return
     if place.file is None:
         yield
         return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,8 +17,10 @@ from ledger.errors import Corrupt, IncompatibleFormat, LedgerError, StorageFaile
 
 __all__ = [
     "BUSY_TIMEOUT_S",
+    "ERRORS",
     "WRITE",
     "configure",
+    "forget_memory",
     "keep_write_ahead_log",
     "meaning",
     "memory_url",
@@ -49,16 +54,38 @@ def sqlite_url(path: Path, *, mode: str | None = None) -> sa.URL:
     )
 
 
-def memory_url(name: str) -> sa.URL:
-    """A database in this process's memory that all its connections share by name.
+_in_memory: dict[str, tuple[sa.URL, sqlite3.Connection]] = {}
+"""Name → address, and a connection that keeps the database alive."""
+_in_memory_lock = threading.Lock()
+_numbers = itertools.count()
 
-    It is there as long as one connection to it is open.
+
+def memory_url(name: str, *, fresh: bool = False) -> sa.URL:
+    """A database in this process's memory that all its connections share, as long as it lives.
+
+    `fresh` begins an empty one under the name; what is open keeps what it has.
     """
-    return sa.URL.create(
-        "sqlite+pysqlite",
-        database=f"file:/{quote(name, safe='')}",
-        query={"vfs": "memdb", "uri": "true"},
-    )
+    with _in_memory_lock:
+        known = _in_memory.get(name)
+        if known is not None and not fresh:
+            return known[0]
+        database = f"file:/ledger-{os.getpid()}-{next(_numbers)}"
+        url = sa.URL.create(
+            "sqlite+pysqlite", database=database, query={"vfs": "memdb", "uri": "true"}
+        )
+        keeper = sqlite3.connect(f"{database}?vfs=memdb", uri=True, check_same_thread=False)
+        if known is not None:
+            known[1].close()
+        _in_memory[name] = (url, keeper)
+        return url
+
+
+def forget_memory(name: str) -> None:
+    """Let go of a database in memory; what is open keeps what it has."""
+    with _in_memory_lock:
+        known = _in_memory.pop(name, None)
+    if known is not None:
+        known[1].close()
 
 
 def configure(engine: sa.Engine) -> None:

@@ -171,7 +171,7 @@ def test_parameters(run: Run) -> None:
         (("log", "--branch", "nothing"), "rloo"),
         (("log", "--run", "nothing"), "run"),
         (("log", "--ledger", "/does/not/exist"), "ledger init"),
-        (("log", "--ledger", "ftp://host/x"), "not supported"),
+        (("log", "--ledger", "ftp://host/x"), "not known"),
         (("views", "nothing"), "trajectories"),
         (("digest", "--branch", "nothing"), "rloo"),
     ],
