@@ -18,7 +18,16 @@ from rich.text import Text
 
 from ledger.errors import InvalidArgument, explain
 
-__all__ = ["FORMATS", "draw_text", "plain", "print_json", "printable", "show", "write_table"]
+__all__ = [
+    "FORMATS",
+    "draw_text",
+    "plain",
+    "print_events",
+    "print_json",
+    "printable",
+    "show",
+    "write_table",
+]
 
 FORMATS = ("table", "csv", "json", "parquet", "arrow")
 _PLAIN_WIDTH = 100_000
@@ -70,6 +79,12 @@ def print_json(value: Any) -> None:
     """`value` as JSON on standard output."""
     json.dump(plain(value), sys.stdout, ensure_ascii=False, indent=2, allow_nan=False)
     sys.stdout.write("\n")
+
+
+def print_events(kind: str, table: pa.Table | None) -> None:
+    """Each event as one line of JSON with its kind, as soon as it is there."""
+    for row in [] if table is None else table.to_pylist():
+        print(json.dumps(plain({"event": kind, **row}), ensure_ascii=False, allow_nan=False))
 
 
 def write_table(table: pa.Table, format_: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +41,7 @@ from ledger.storage import ObjectStore
 from ledger.writer import Writer
 
 if TYPE_CHECKING:
+    from ledger.follow import NewEvents
     from ledger.queue import QueuedWriter
     from ledger.result import Result
     from ledger.session import SessionPool
@@ -387,6 +388,24 @@ class Ledger:
                 token_text=None if tokenizer is None else load_token_text(tokenizer),
             )
         )
+
+    def follow(
+        self,
+        run_id: str,
+        since: int = 0,
+        *,
+        kinds: Collection[str] | None = None,
+        branch: str | None = None,
+        poll_s: float = 0.5,
+        stop: threading.Event | None = None,
+    ) -> Iterator[NewEvents]:
+        """Events with a number above `since`, in order, each once: those there, then those to come.
+
+        See `ledger.follow`, also for `events_after`, which ends with what is there.
+        """
+        from ledger.follow import follow
+
+        return follow(self, run_id, since, kinds=kinds, branch=branch, poll_s=poll_s, stop=stop)
 
     def lookup(self, run_id: str) -> LedgerLookup:
         """What checks of new events need to know of stored ones."""

@@ -1,4 +1,4 @@
-"""Commands that ask: log, show, sql, views, check, digest."""
+"""Commands that ask: log, show, sql, follow, views, check, digest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import Any
 
 from ledger.commands.common import FOUND, Parents, open_from, reader_from, seconds, whole
 from ledger.errors import InvalidArgument, explain
-from ledger.output import FORMATS, plain, print_json, printable, show, write_table
+from ledger.output import (
+    FORMATS,
+    plain,
+    print_events,
+    print_json,
+    printable,
+    show,
+    write_table,
+)
 
 __all__ = ["add"]
 
@@ -47,6 +55,23 @@ def add(commands: Any, parents: Parents) -> None:
     made.add_argument("--memory-limit", metavar="SIZE", help="memory it may use, such as 2GB")
     made.add_argument("--describe", metavar="VIEW", help="what the columns of a view mean")
     made.set_defaults(run_command=_sql)
+
+    made = commands.add_parser(
+        "follow",
+        parents=[parents.where, parents.run, parents.branch],
+        help="print events as they come, in order",
+        description="Prints one line for each run of events of one kind, or with --json one line "
+        "of JSON for each event: first those that are there, then those to come, each once.",
+    )
+    made.add_argument(
+        "--since", type=whole(0), metavar="SEQ", help="begin after this event (default: now)"
+    )
+    made.add_argument("--kind", action="append", metavar="KIND", help="only these; may be repeated")
+    made.add_argument("--once", action="store_true", help="end with what is there now")
+    made.add_argument(
+        "--poll", type=seconds, default=0.5, metavar="S", help="look this often (default: 0.5)"
+    )
+    made.set_defaults(run_command=_follow)
 
     made = commands.add_parser("views", parents=[parents.where], help="list views, or describe one")
     made.add_argument("view", nargs="?", metavar="VIEW", help="the view to describe")
@@ -126,6 +151,33 @@ def _sql(arguments: argparse.Namespace) -> int:
             memory_limit=arguments.memory_limit,
         )
         write_table(result, "json" if arguments.json else arguments.format or "table")
+    return 0
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    from ledger.follow import events_after, follow
+
+    with open_from(arguments) as ledger:
+        run = ledger.run(arguments.run)
+        since = run.head_seq if arguments.since is None else arguments.since
+        kinds, branch = arguments.kind, arguments.branch
+        if arguments.once:
+            news = events_after(ledger, run.run_id, since, kinds=kinds, branch=branch)
+        else:
+            news = follow(
+                ledger, run.run_id, since, kinds=kinds, branch=branch, poll_s=arguments.poll
+            )
+        for events in news:
+            if arguments.json:
+                print_events(events.kind, events.table)
+            else:
+                kept = "" if events.table is not None else "  (no longer kept)"
+                count = events.last_seq - events.first_seq + 1
+                print(
+                    f"{events.first_seq:>8} {events.last_seq:>8}  {events.branch:<12} "
+                    f"{events.kind:<20} {count}{kept}"
+                )
+            sys.stdout.flush()
     return 0
 
 
