@@ -43,6 +43,8 @@ _SIGNED = re.compile(
     r"|googleaccessid|key|code)$",
     re.IGNORECASE,
 )
+_NO_PORT = re.compile(r"^[^\[@]*:(?!\d+$)[^@]+$")
+"""host:something, where that is no number of a port."""
 _FLAG = re.compile(r"^--?(?P<name>[A-Za-z][\w.-]*)(?P<value>=.*)?$", re.DOTALL)
 
 
@@ -110,12 +112,15 @@ def _redact_url(url: str) -> str:
         query = parse_qsl(parts.query, keep_blank_values=True)
     except ValueError:
         return REDACTED  # not an address after all, and nobody can say what is in it
-    place = parts.netloc
-    if "@" in place:
+    place, path = parts.netloc, parts.path
+    if "@" in path and _NO_PORT.search(place):
+        # A password with a '/' in it, as secret keys of AWS have.
+        place, path = REDACTED + "@" + path.rpartition("@")[2], ""
+    elif "@" in place:
         place = REDACTED + "@" + place.rpartition("@")[2]
     changed = [
         (name, REDACTED if _SIGNED.match(name) or _says_secret(name) else value)
         for name, value in query
     ]
     text = parts.query if changed == query else urlencode(changed, safe="[]/:@,")
-    return urlunsplit((parts.scheme, place, parts.path, text, parts.fragment))
+    return urlunsplit((parts.scheme, place, path, text, parts.fragment))

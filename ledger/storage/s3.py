@@ -63,6 +63,11 @@ class S3Store:
         self._process = 0
         self._connect()
 
+    @property
+    def cached_bytes(self) -> int:
+        """How much it keeps in memory now."""
+        return self._cache.size_bytes
+
     def stage(self, objects: Sequence[tuple[str, Sequence[Any]]]) -> list[Staged]:
         """See ObjectStore. Only remembers the bytes."""
         staged = []

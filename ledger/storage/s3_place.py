@@ -49,7 +49,8 @@ def parse_s3(uri: str) -> S3Place:
         raise InvalidArgument(
             explain(
                 "a place on S3 cannot be read",
-                on=redact_text(uri),
+                # A secret may have a '/' in it, so that no rule for addresses finds it.
+                on=_SCHEME + "…" + rest.rpartition("@")[2].partition("?")[0].partition("#")[0],
                 expected="s3://bucket/folder, without credentials or parameters",
                 do="give credentials as AWS knows them (AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, a role), or in storage_options",

@@ -69,6 +69,7 @@ def test_what_decides_results_stays(name: str, value: object) -> None:
     ("text", "secret"),
     [
         ("postgresql+psycopg://user:hunter2@host:5432/db", "hunter2"),
+        ("s3://AKIA:wJal/rXUtn@bucket/x", "rXUtn"),
         ("https://user@host/x", "user"),
         ("https://b.s3.amazonaws.com/k?X-Amz-Signature=abc123&X-Amz-Date=1", "abc123"),
         ("https://b.s3.amazonaws.com/k?X-Amz-Credential=cred1&a=1", "cred1"),
@@ -88,6 +89,8 @@ def test_what_looks_like_a_secret_is_taken_out_of_any_text(text: str, secret: st
 
 
 def test_an_address_keeps_what_is_not_secret() -> None:
+    assert redact_text("s3://k:a/b@bucket/x") == f"s3://{REDACTED}@bucket/x"
+    assert redact_text("http://host:80/a@2.png") == "http://host:80/a@2.png"
     assert redact_text("postgresql://u:p@host:5432/db") == f"postgresql://{REDACTED}@host:5432/db"
 
 

@@ -104,3 +104,72 @@ def test_staged_bytes_show_only_when_published(tmp_path: Path) -> None:
     assert list(store.list("d")) == ["d/kept"]
     assert store.read("d/kept").to_pybytes() == b"1234"
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["kept"]
+
+
+def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put([("d/x", b"1")])
+    old, young = store.stage([("d", [b"1"]), ("d", [b"2"])])
+    os.utime(old.written.result(), (1, 1))
+    young.written.result()
+    os.utime(tmp_path / "d" / "x", (1, 1))
+    swept = store.sweep(3600, dry_run=True)
+    assert [Path(p).name for p in swept] == [old.written.result().name]
+    assert old.written.result().exists()
+    assert store.sweep(3600) == swept
+    assert store.sweep(3600) == []
+    store.publish([("d/young", young)])
+    assert sorted(store.list("")) == ["d/x", "d/young"]
+    with pytest.raises(StorageFailed, match="was not stored"):
+        store.publish([("d/old", old)])
+    assert sorted(store.list("")) == ["d/x", "d/young"]
+
+
+def test_an_object_that_is_removed_while_it_is_found_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage collection takes a leftover in the moment in which a writer finds it there."""
+    store = LocalStore(tmp_path)
+    real = os.link
+    for moment in ("link", "utime"):
+        store.put([("d/x", b"1")])
+
+        def removed(*args: Any, moment: str = moment, **kwargs: Any) -> None:
+            monkeypatch.undo()
+            if moment == "link":
+                with pytest.raises(FileExistsError):
+                    real(*args)
+            (tmp_path / "d" / "x").unlink()
+            if moment == "link":
+                raise FileExistsError
+
+        monkeypatch.setattr(os, moment, removed)
+        store.put([("d/x", b"1")])
+        assert store.read("d/x").to_pybytes() == b"1"
+        assert [p.name for p in (tmp_path / "d").iterdir()] == ["x"]
+
+
+def test_a_deletion_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put([("d/x", b"1")])
+    synced: list[Path] = []
+    monkeypatch.setattr("ledger.storage.local._sync_directory", synced.append)
+    store.delete("d/x")
+    store.delete("d/x")  # whoever removed it may have been killed before it synced the directory
+    assert synced == [tmp_path / "d"] * 2
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put([("d/x", b"1")])
+
+    def denied(path: Any) -> Any:
+        raise PermissionError(errno.EACCES, "denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(StorageFailed, match="denied"):
+        list(store.list("d"))
+    with pytest.raises(StorageFailed, match="denied"):
+        store.sweep(0)

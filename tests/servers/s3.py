@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 import secrets
 import select
 import subprocess
@@ -164,7 +165,20 @@ class _InFront:
                 fault["times"] -= 1
                 self._faults = [f for f in self._faults if f["times"] > 0]
                 return self._answer(fault, environ, start_response)
+        if method == "GET" and query.startswith("uploads"):
+            return self._uploads(environ, start_response)
         return self._served(environ, start_response)
+
+    def _uploads(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """The list of unfinished uploads. moto says of all that they began in 2010; here: now."""
+        begun: list[Any] = []
+        body = b"".join(self._served(environ, lambda *answer: begun.append(answer)))
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        body = re.sub(rb"(<Initiated>)[^<]*", rb"\g<1>" + now.encode(), body)
+        [(status, headers)] = begun
+        kept = [(name, value) for name, value in headers if name.lower() != "content-length"]
+        start_response(status, [*kept, ("Content-Length", str(len(body)))])
+        return [body]
 
     def _answer(
         self, fault: dict[str, Any], environ: dict[str, Any], start_response: Any
@@ -175,6 +189,8 @@ class _InFront:
         else:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         body = f"<Error><Code>{fault['code']}</Code><Message>asked for</Message></Error>".encode()
+        if environ["REQUEST_METHOD"] == "HEAD":
+            body = b""
         headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
         start_response(f"{fault['status']} Asked", headers)
         return [body]
