@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 OUT ?= demo-out
 MOE ?= 0
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
 
 .PHONY: help install demo demo-tiny test test-demo test-gpu check format bench clean
 
@@ -52,8 +53,14 @@ format: $(STAMP) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## append and read against the raw limit and today's habits; the ledger's share of a step
-	$(BIN)/python -m tests.bench
+bench: $(BENCH_STAMP) ## the ledger against raw speed, its goals and today's habits; BENCH_ARGS=--quick
+	$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
-clean: ## remove what the demos wrote
-	rm -rf $(OUT)
+# The formats of others that are measured beside ours; nothing that is installed is changed for them.
+$(BENCH_STAMP): $(STAMP)
+	@$(BIN)/pip list --format=freeze --exclude-editable --disable-pip-version-check > $(VENV)/bench-constraint.txt
+	@$(BIN)/pip install --quiet --constraint $(VENV)/bench-constraint.txt --editable ".[bench]" \
+		&& touch $@ || echo "Not all of .[bench] could be installed: the table names what is missing."
+
+clean: ## remove what the demos and the bench wrote
+	rm -rf $(OUT) .bench-cache

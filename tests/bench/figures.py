@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -32,11 +32,13 @@ class Figure:
     name: str
     against: str
     """What the ratio compares with."""
-    ratio: float
-    """More is better, except where `is_share`."""
+    ratio: float | None
+    """More is better, except where `at_most`. None: not measured; the note says why."""
     goal: float | None = None
-    is_share: bool = False
-    """The ratio is a share of time, and the goal an upper limit."""
+    at_most: bool = False
+    """The goal is an upper limit."""
+    unit: Literal["", "%", "s"] = ""
+    """A ratio; a share of time; or seconds, where the goal is a time."""
     mb_per_s: float | None = None
     mb_per_cpu_s: float | None = None
     note: str = ""
@@ -45,10 +47,22 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None where there is none."""
-        if self.goal is None:
+        """Whether the goal is reached; None where there is none, or nothing was measured."""
+        if self.goal is None or self.ratio is None:
             return None
-        return self.ratio < self.goal if self.is_share else self.ratio >= self.goal
+        return self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
+
+    def shown(self) -> str:
+        """What was measured, as text."""
+        if self.ratio is None:
+            return "–"
+        return _number(self.ratio, self.unit)
+
+    def wanted(self) -> str:
+        """The goal, as text; empty where there is none."""
+        if self.goal is None:
+            return ""
+        return f"{'≤' if self.at_most else '≥'} {_number(self.goal, self.unit)}"
 
 
 def interleaved(
@@ -94,8 +108,8 @@ def print_table(figures: Sequence[Figure], notes: Sequence[str], console: Consol
         table.add_row(
             f"  {figure.name}",
             figure.against,
-            _ratio(figure),
-            _goal(figure),
+            _coloured(figure),
+            figure.wanted() + (" missed" if figure.met is False else ""),
             _speed(figure.mb_per_s),
             _speed(figure.mb_per_cpu_s),
             figure.note,
@@ -105,18 +119,15 @@ def print_table(figures: Sequence[Figure], notes: Sequence[str], console: Consol
         console.print(note, highlight=False, markup=False)
 
 
-def _ratio(figure: Figure) -> str:
-    text = f"{figure.ratio:.2%}" if figure.is_share else f"{figure.ratio:.3g}"
+def _coloured(figure: Figure) -> str:
     colour = {True: "green", False: "yellow", None: ""}[figure.met]
-    return f"[{colour}]{text}[/{colour}]" if colour else text
+    return f"[{colour}]{figure.shown()}[/{colour}]" if colour else figure.shown()
 
 
-def _goal(figure: Figure) -> str:
-    if figure.goal is None:
-        return ""
-    if figure.is_share:
-        return f"< {figure.goal:.0%}"
-    return f"≥ {figure.goal:g}{'' if figure.met else ' missed'}"
+def _number(value: float, unit: str) -> str:
+    if unit == "%":
+        return f"{value:.2%}"
+    return f"{value:.3g}{' ' + unit if unit else ''}"
 
 
 def _speed(value: float | None) -> str:

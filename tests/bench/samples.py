@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 
 from ledger import Ledger, open_ledger
-from ledger.events import RoutingRecorded, RunStarted, SegmentGenerated, WeightsPublished
-from ledger.weights import TensorRecord, weights_root
+from ledger.events import RoutingRecorded, RunStarted, SampleScored, SegmentGenerated
 from ledger.writer import Writer
+from tests.bench.episodes import version
 
 __all__ = [
     "RUN",
     "emptied",
     "generated",
+    "linked_copy",
     "new_ledger",
     "routed",
+    "scored",
     "segment_files",
     "write_durably",
 ]
@@ -100,7 +102,7 @@ def new_ledger(folder: Path) -> Iterator[tuple[Ledger, Writer]]:
     with open_ledger(folder, create=True) as ledger:
         ledger.create_run(RUN)
         with ledger.writer(RUN, producer="bench") as writer:
-            writer.append([_started(), _version_0()])
+            writer.append([_started(), version(0, None)])
             yield ledger, writer
 
 
@@ -118,20 +120,18 @@ def _started() -> RunStarted:
     )
 
 
-def _version_0() -> WeightsPublished:
-    record = TensorRecord("w", "float32", (1,), bytes(32))
-    return WeightsPublished(
-        weight_version=0,
-        parent_version=None,
-        step=None,
-        tensor_names=["w"],
-        tensor_dtypes=["float32"],
-        tensor_shapes=[np.array([1], np.int64)],
-        tensor_checksums=[record.checksum],
-        root=weights_root([record]),
-        size_bytes=4,
-        transport="none",
-        acknowledged_by=[],
+def scored(index: int) -> SampleScored:
+    """A small event."""
+    return SampleScored(
+        index=index,
+        rollout_id=index,
+        group_index=index // 8,
+        raw_reward=1.0,
+        reward=1.0,
+        part_names=[],
+        part_values=np.empty(0, np.float64),
+        verifier="bench",
+        verifier_version="1",
     )
 
 
@@ -167,3 +167,19 @@ def emptied(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+def linked_copy(source: Path, target: Path) -> Path:
+    """A copy of a ledger that may be written to: files that never change are hard links."""
+    emptied(target)
+    for path in source.rglob("*"):
+        there = target / path.relative_to(source)
+        if path.is_dir():
+            there.mkdir(parents=True, exist_ok=True)
+        elif path.suffix == ".arrow":
+            there.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, there)
+        else:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, there)
+    return target

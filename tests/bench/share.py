@@ -88,7 +88,8 @@ def _figure(
         against="wall time of the step",
         ratio=share,
         goal=goal,
-        is_share=True,
+        at_most=True,
+        unit="%",
         note=note,
         details=details,
     )
