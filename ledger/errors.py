@@ -4,11 +4,13 @@
     ├── InvalidEvent        an event breaks its layout or an invariant (also a ValueError)
     ├── InvalidArgument     a setting or an argument cannot work (also a ValueError)
     ├── NotFound            a run, branch, version or file is not there (also a LookupError)
+    │   └── NoLongerKept          rows that a rule of retention has retired
     ├── AlreadyExists       creating what is there already (also a FileExistsError)
     ├── Conflict            the catalog refuses a commit (also a RuntimeError)
     │   ├── IdempotencyConflict   same key, other content
     │   └── FencedOff             an older epoch of a producer wrote after a newer one began
     ├── Corrupt             stored bytes are not what was committed (also an OSError)
+    │   └── SegmentMissing        the file of a segment is not there
     ├── StorageFailed       the store did not take or give bytes (also an OSError)
     ├── IncompatibleFormat  written by a newer version, or not a ledger (also a ValueError)
     ├── Diverged            other bits than recorded, or no finite number (also an ArithmeticError)
@@ -33,7 +35,9 @@ __all__ = [
     "InvalidEvent",
     "LedgerError",
     "MissingDependency",
+    "NoLongerKept",
     "NotFound",
+    "SegmentMissing",
     "StorageFailed",
     "explain",
 ]
@@ -55,6 +59,10 @@ class NotFound(LedgerError, LookupError):
     """A run, branch, version, checkpoint or file that was asked for is not there."""
 
 
+class NoLongerKept(NotFound):
+    """Rows that were recorded, and that a rule of retention has retired since."""
+
+
 class AlreadyExists(LedgerError, FileExistsError):
     """Something that was to be created is there already. It was left as it is."""
 
@@ -73,6 +81,10 @@ class FencedOff(Conflict):
 
 class Corrupt(LedgerError, OSError):
     """Stored bytes are not the bytes that were committed. Nothing was read from them."""
+
+
+class SegmentMissing(Corrupt):
+    """The file of a segment is not there: lost, or moved since its place was looked up."""
 
 
 class StorageFailed(LedgerError, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import sqlalchemy as sa
 
 from ledger.catalog import tables as t
 from ledger.catalog.queries import select_in
+from ledger.errors import NoLongerKept
 from ledger.schema import upcast
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class LedgerLookup:
                 continue
             least, largest = s.ranges["index"]
             if least <= high and largest >= low:
-                table = self._ledger.segments.open(s.file, s.kind, s.layout)
-                found.append(pieces_of(s.kind, upcast(table)))
+                with contextlib.suppress(NoLongerKept):
+                    found.append(pieces_of(s.kind, upcast(self._ledger.index.open(s))))
         table = pa.concat_tables(found)
         return table.filter(pc.is_in(table.column("index"), pa.array(indices, pa.int64())))

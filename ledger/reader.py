@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +10,12 @@ import pyarrow as pa
 
 from ledger.catalog.records import SegmentInfo
 from ledger.catalog.tables import RANGES
-from ledger.errors import Corrupt, InvalidArgument, explain
+from ledger.encode import events_of
+from ledger.errors import Corrupt, InvalidArgument, NoLongerKept, explain
+from ledger.events import RowsRetired
 from ledger.scan import PLACE_TYPES
 from ledger.schema import arrow_schema, event_class, upcast
+from ledger.sealed import SEALED_FORMAT
 
 if TYPE_CHECKING:
     import duckdb
@@ -48,7 +51,7 @@ class Reader:
             for name, limit in lineage.items()
         }
         self._verify = verify
-        self._tables: dict[str, pa.Table] = {}
+        self._tables: dict[tuple[str, tuple[str, ...] | None], pa.Table] = {}
 
     def segments(self, kind: str | None = None) -> list[SegmentInfo]:
         """The segments that this state sees, in order; a fork may cut the last of an ancestor."""
@@ -73,7 +76,8 @@ class Reader:
 
         The rows lie in the files' own memory; they are read-only. `where` names ranges, both ends
         included, of rollout_step, step, group_index or index: segments that lie outside are left
-        out. Rows outside may remain, so filter the rows as well.
+        out. Rows outside may remain, so filter the rows as well. Rows that retention has retired
+        are left out: `retired` counts them, `require_kept` refuses to go on without them.
 
         Raises:
             Corrupt: a file is missing or is not what was committed.
@@ -95,12 +99,67 @@ class Reader:
             # The catalog knows the place: no file is opened.
             chosen = self._chosen(kind, where)
             return self._place(chosen).select(list(columns))
-        whole = self._tables.get(kind)
+        read = self._decoded(kind, columns)
+        whole = self._tables.get((kind, None))
         if whole is None:
-            whole = self._assemble(kind, where)
+            whole = self._tables.get((kind, read))
+        if whole is None:
+            whole = self._assemble(kind, where, read)
             if where is None:
-                self._tables[kind] = whole
+                self._tables[kind, read] = whole
         return whole if columns is None else whole.select(list(columns))
+
+    def retired(self) -> dict[str, int]:
+        """Kind → rows of this state that a rule of retention has retired; empty where none."""
+        rows: dict[str, int] = {}
+        for s in self.segments():
+            if s.file is None:
+                rows[s.kind] = rows.get(s.kind, 0) + self._seen(s)
+        return rows
+
+    def require_kept(self, kind: str, column: str, values: Iterable[int]) -> None:
+        """Raise NoLongerKept where rows of these values may be among the retired ones.
+
+        `column` is one of rollout_step, step, group_index, index. To be asked where rows that are
+        needed are missing: whether they were ever there cannot be told from the rows themselves.
+        """
+        wanted = list(values)
+        for s in self.segments(kind):
+            low, high = s.ranges.get(column, (0, -1))
+            if s.file is None and any(low <= value <= high for value in wanted):
+                self._ledger.index.open(s)
+
+    def retired_hashes(self) -> dict[str, list[bytes]]:
+        """Kind → content hashes of the retired rows of this state, as their events recorded them.
+
+        Raises: Corrupt where an event does not say them.
+        """
+        gone = {s.first_seq: s for s in self.segments() if s.file is None}
+        hashes: dict[str, list[bytes]] = {}
+        if not gone:
+            return hashes
+        # On whatever branch: a fork sees rows that its parent retired later.
+        everywhere = self._ledger.reader(self.run_id, None, verify=self._verify)
+        for event in events_of(everywhere.table(RowsRetired.KIND), RowsRetired):
+            ends = np.cumsum(event.row_counts).tolist()
+            for first_seq, count, end in zip(
+                event.first_seqs.tolist(), event.row_counts.tolist(), ends, strict=True
+            ):
+                s = gone.pop(first_seq, None)
+                if s is not None:
+                    of_segment = event.row_hashes[end - count : end]
+                    hashes.setdefault(event.kind, []).extend(of_segment[: self._seen(s)])
+        if gone:
+            raise Corrupt(
+                explain(
+                    "the hashes of retired rows were not found",
+                    on=f"run {self.run_id!r}",
+                    expected="an event rows_retired for each segment that is no longer kept",
+                    found=f"none for those at seq {sorted(gone)[:10]}",
+                    do="see what is wrong: ledger verify",
+                )
+            )
+        return hashes
 
     @property
     def sessions(self) -> SessionPool:
@@ -127,20 +186,33 @@ class Reader:
         return connect(self)
 
     def _chosen(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> list[SegmentInfo]:
-        chosen = self.segments(kind)
+        """The segments that are still kept, as far as is known."""
+        chosen = [s for s in self.segments(kind) if s.file is not None]
         return chosen if where is None else [s for s in chosen if _overlaps(s, where)]
 
-    def _assemble(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> pa.Table:
+    def _decoded(self, kind: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
+        """The columns to read, sorted; None: all, which costs nothing where no file is sealed."""
+        if columns is None or not any(
+            s.file and s.file.format == SEALED_FORMAT for s in self.segments(kind)
+        ):
+            return None
+        return tuple(sorted(set(columns)))
+
+    def _assemble(
+        self,
+        kind: str,
+        where: Mapping[str, tuple[int, int]] | None,
+        read: tuple[str, ...] | None,
+    ) -> pa.Table:
         """The rows of a kind. What an earlier reader of the lineage put together is built upon."""
-        event_class(kind)
         chosen = self._chosen(kind, where)
         if where is not None:
-            return self._join(kind, chosen)
-        key = (self.run_id, kind, tuple(self._lineage.items()), self._verify)
+            return self._join(kind, chosen, read)
+        key = (self.run_id, kind, tuple(self._lineage.items()), self._verify, read)
         done, before = self._ledger.assembled.get(key, (0, None))
         if before is None or done > self.head_seq:
             done, before = 0, None
-        table = self._join(kind, [s for s in chosen if s.first_seq > done])
+        table = self._join(kind, [s for s in chosen if s.first_seq > done], read)
         if before is not None:
             table = pa.concat_tables([before, table])
         # A table in which this state cuts a segment short cannot be built upon.
@@ -148,15 +220,22 @@ class Reader:
             self._ledger.assembled[key] = (self.head_seq, table)
         return table
 
-    def _join(self, kind: str, chosen: list[SegmentInfo]) -> pa.Table:
+    def _join(self, kind: str, chosen: list[SegmentInfo], read: tuple[str, ...] | None) -> pa.Table:
         """The rows of these segments, with their place."""
         schema = arrow_schema(kind)
         # run_started and branch_forked name their own run and branch: the same values.
         names = [name for name in schema.names if name not in PLACE_TYPES]
-        parts = [
-            upcast(self._open(s)).select(names).slice(0, rows)
-            for s, rows in zip(chosen, self._rows(chosen), strict=True)
-        ]
+        if read is not None:
+            names = [name for name in names if name in read]
+        parts, opened = [], []
+        for s, rows in zip(chosen, self._rows(chosen), strict=True):
+            try:
+                parts.append(self._open(s, None if read is None else names).select(names))
+            except NoLongerKept:
+                continue
+            parts[-1] = parts[-1].slice(0, rows)
+            opened.append(s)
+        chosen = opened
         own = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
         table = pa.concat_tables(parts) if parts else own.empty_table()
         place = self._place(chosen)
@@ -166,7 +245,10 @@ class Reader:
 
     def _rows(self, chosen: list[SegmentInfo]) -> list[int]:
         """How many rows of each segment this state sees."""
-        return [min(s.rows, self._limits[s.branch] - s.first_seq + 1) for s in chosen]
+        return [self._seen(s) for s in chosen]
+
+    def _seen(self, segment: SegmentInfo) -> int:
+        return min(segment.rows, self._limits[segment.branch] - segment.first_seq + 1)
 
     def _place(self, chosen: list[SegmentInfo]) -> pa.Table:
         """run_id, branch and seq of the rows of these segments."""
@@ -187,17 +269,12 @@ class Reader:
         fields = [pa.field(name, type_, nullable=False) for name, type_ in PLACE_TYPES.items()]
         return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
-    def _open(self, segment: SegmentInfo) -> pa.Table:
-        if segment.file is None:
-            raise Corrupt(
-                explain(
-                    "the rows of a segment are no longer kept",
-                    on=f"run {segment.run_id!r}, {segment.kind}, seq {segment.first_seq}",
-                )
-            )
-        return self._ledger.segments.open(
-            segment.file, segment.kind, segment.layout, verify=self._verify
-        )
+    def _open(self, segment: SegmentInfo, names: list[str] | None) -> pa.Table:
+        """In the present layout; of one that is present already only the columns `names`."""
+        index, verify = self._ledger.index, self._verify
+        if names is not None and segment.layout == event_class(segment.kind).LAYOUT:
+            return index.open(segment, verify=verify, columns=names)
+        return upcast(index.open(segment, verify=verify))
 
 
 def _names(kind: str) -> list[str]:

@@ -1,64 +1,77 @@
-"""Opening segments: checked against the hash in the catalog before their first use in a process."""
+"""Opening segments of either format: checked before their first use in a process, then kept.
+
+A file is checked against the hash in the catalog. A hot segment is read in place: where the store
+can map files, keeping it costs no memory. What a sealed file decodes to, and what was fetched from
+elsewhere, is kept as far as `keep_bytes` goes, the longest unused leaving first.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import pyarrow as pa
 
-from ledger.errors import Corrupt, IncompatibleFormat, NotFound, explain
+from ledger.errors import Corrupt, IncompatibleFormat, NotFound, SegmentMissing, explain
 from ledger.hashing import file_hash
-from ledger.schema import arrow_schema, table_kind, table_layout
+from ledger.schema import KIND, LAYOUT, arrow_schema
+from ledger.sealed import SEALED_FORMAT, SealedFile
 from ledger.segment import HOT_FORMAT, SegmentFile
 from ledger.storage import ObjectStore, Stamp
 
-__all__ = ["SegmentReader"]
+__all__ = ["KEEP_BYTES", "SegmentReader"]
+
+KEEP_BYTES = 512 << 20
+"""Bytes of decoded and fetched segments that one reader keeps."""
+
+_KEEP_FILES = 8192
+"""Files that stay open: the kernel limits how many can be mapped."""
 
 
 class SegmentReader:
-    """Opens segments of one store; remembers which files this process has checked already."""
+    """Opens segments of one store. Threads may share it."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, keep_bytes: int = KEEP_BYTES) -> None:
         self._store = store
         self._checked: dict[str, tuple[Stamp, bytes]] = {}
-        self._open: dict[str, tuple[Stamp, pa.Table]] = {}
+        self._kept = _Kept(keep_bytes)
         self._lock = threading.Lock()
 
-    def open(self, file: SegmentFile, kind: str, layout: int, *, verify: bool = True) -> pa.Table:
-        """The rows of a segment as a table on the file's own memory.
+    def open(
+        self,
+        file: SegmentFile,
+        kind: str,
+        layout: int,
+        *,
+        verify: bool = True,
+        columns: Sequence[str] | None = None,
+    ) -> pa.Table:
+        """The rows of a segment as a table, read-only, in its own layout.
 
-        `verify=False` leaves the hash out: a flipped bit then goes unnoticed.
+        `columns` names those that are wanted, in that order; of a sealed file nothing else is
+        decoded. `verify=False` leaves the hash out: a flipped bit then goes unnoticed (a sealed
+        page that no longer decodes is noticed anyway).
 
         Raises:
-            Corrupt: the file is missing, truncated, or not what was committed.
+            SegmentMissing: the file is not there.
+            Corrupt: the file is truncated, or not what was committed.
             IncompatibleFormat: a newer version wrote it.
         """
-        if file.format != HOT_FORMAT:
+        if file.format not in (HOT_FORMAT, SEALED_FORMAT):
             raise IncompatibleFormat(
                 explain(
                     "a segment has a format that is not known",
                     on=file.path,
-                    expected=HOT_FORMAT,
+                    expected=f"{HOT_FORMAT} or {SEALED_FORMAT}",
                     found=file.format,
                 )
             )
         try:
-            stamp = self._store.stamp(file.path)
-            with self._lock:
-                kept = self._open.get(file.path)
-            if kept is not None and kept[0] == stamp:
-                table = kept[1]
-                if verify:
-                    self._check(file, stamp, None)
-            else:
-                data = self._store.read(file.path)
-                if verify:
-                    self._check(file, stamp, data)
-                table = _parse(file, data)
-                with self._lock:
-                    self._open[file.path] = (stamp, table)
+            stamp, opened = self._opened(file, verify)
         except NotFound as error:
-            raise Corrupt(
+            raise SegmentMissing(
                 explain(
                     "a segment is missing",
                     on=file.path,
@@ -67,14 +80,63 @@ class SegmentReader:
                     do="bring the file back from a copy of the ledger; `ledger verify` lists all",
                 )
             ) from error
-        _require_schema(file, table, kind, layout)
+        schema = arrow_schema(kind, layout)
+        names = schema.names if columns is None else list(columns)
+        if isinstance(opened, SealedFile):
+            _require_kind(file, opened.schema.metadata or {}, kind, layout)
+            return self._decoded(file, stamp, opened, _subset(schema, names))
+        _require_schema(file, opened, kind, layout)
+        table = opened if columns is None else opened.select(names)
         if file.row_offset == 0 and file.rows == table.num_rows:
             return table
         return table.slice(file.row_offset, file.rows)
 
     def size(self, file: SegmentFile) -> int:
         """Bytes of the file as it is now. Raises: NotFound."""
-        return self._store.stamp(file.path)[0]
+        return self._store.stamp(file.path).size_bytes
+
+    def _opened(self, file: SegmentFile, verify: bool) -> tuple[Stamp, pa.Table | SealedFile]:
+        stamp = self._store.stamp(file.path)
+        key = (file.path, stamp)
+        opened = self._kept.get(key)
+        if opened is not None:
+            if verify:
+                self._check(file, stamp, None)
+            return stamp, opened
+        data = self._store.read(file.path)
+        if verify:
+            self._check(file, stamp, data)
+        opened = SealedFile(file.path, data) if file.format == SEALED_FORMAT else _parse(file, data)
+        # Local files are mapped, or so small that they count as nothing.
+        self._kept.put(key, opened, 0 if self._store.root is not None else data.size)
+        return stamp, opened
+
+    def _decoded(
+        self, file: SegmentFile, stamp: Stamp, opened: SealedFile, wanted: pa.Schema
+    ) -> pa.Table:
+        if opened.rows < file.row_offset + file.rows:
+            raise _other_rows(file, wanted, opened.rows, wanted.names)
+        parts = []
+        for group, first, rows in opened.groups_of(file.row_offset, file.rows):
+            missing = []
+            found: dict[str, pa.ChunkedArray] = {}
+            for name in wanted.names:
+                column = self._kept.get((file.path, stamp, group, name))
+                if column is None:
+                    missing.append(name)
+                else:
+                    found[name] = column
+            if missing:
+                table = opened.read_group(group, missing)
+                for name in missing:
+                    if name not in table.column_names:
+                        raise _other_rows(file, wanted, opened.rows, table.column_names)
+                    column = _as_declared(file, table.column(name), wanted.field(name))
+                    self._kept.put((file.path, stamp, group, name), column, column.nbytes)
+                    found[name] = column
+            columns = [found[name].slice(first, rows) for name in wanted.names]
+            parts.append(pa.Table.from_arrays(columns, schema=wanted))
+        return pa.concat_tables(parts) if parts else wanted.empty_table()
 
     def _check(self, file: SegmentFile, stamp: Stamp, data: pa.Buffer | None) -> None:
         with self._lock:
@@ -87,12 +149,62 @@ class SegmentReader:
                     "a segment is not what was committed",
                     on=file.path,
                     expected=f"{file.size_bytes} bytes with blake3 {file.file_hash.hex()}",
-                    found=f"{stamp[0]} bytes with blake3 {found.hex()}",
+                    found=f"{stamp.size_bytes} bytes with blake3 {found.hex()}",
                     do="bring the file back from a copy of the ledger; `ledger verify` lists all",
                 )
             )
         with self._lock:
             self._checked[file.path] = (stamp, file.file_hash)
+
+
+class _Kept:
+    """What was opened, up to a number of bytes; the longest unused leaves first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._items: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Any:
+        with self._lock:
+            found = self._items.get(key)
+            if found is None:
+                return None
+            self._items.move_to_end(key)
+            return found[0]
+
+    def put(self, key: Hashable, value: Any, size_bytes: int) -> None:
+        with self._lock:
+            _, before = self._items.pop(key, (None, 0))
+            self._items[key] = (value, size_bytes)
+            self._bytes += size_bytes - before
+            # The newest one stays, however large it is: it is in use.
+            while len(self._items) > 1 and (
+                self._bytes > self._limit_bytes or len(self._items) > _KEEP_FILES
+            ):
+                _, (_, gone) = self._items.popitem(last=False)
+                self._bytes -= gone
+
+
+def _subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    return pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+
+
+def _as_declared(file: SegmentFile, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    if column.type == field.type:
+        return column
+    try:
+        return column.cast(field.type)
+    except pa.ArrowException as error:
+        raise Corrupt(
+            explain(
+                "a sealed file holds another type than its layout says",
+                on=f"{file.path}, {field.name}",
+                expected=field.type,
+                found=column.type,
+            )
+        ) from error
 
 
 def _parse(file: SegmentFile, data: pa.Buffer) -> pa.Table:
@@ -112,21 +224,32 @@ def _parse(file: SegmentFile, data: pa.Buffer) -> pa.Table:
 def _require_schema(file: SegmentFile, table: pa.Table, kind: str, layout: int) -> None:
     expected = arrow_schema(kind, layout)
     if not table.schema.equals(expected) or table.num_rows < file.row_offset + file.rows:
-        raise Corrupt(
-            explain(
-                "a segment does not hold what the catalog says",
-                on=file.path,
-                expected=f"rows {file.row_offset} to {file.row_offset + file.rows} of {kind}, "
-                f"layout {layout}: {expected.names}",
-                found=f"{table.num_rows} rows: {table.column_names}",
-            )
-        )
-    if (table_kind(table), table_layout(table)) != (kind, layout):
+        raise _other_rows(file, expected, table.num_rows, table.column_names)
+    _require_kind(file, table.schema.metadata or {}, kind, layout)
+
+
+def _require_kind(file: SegmentFile, metadata: dict[bytes, bytes], kind: str, layout: int) -> None:
+    found = (metadata.get(KIND, b"").decode(), metadata.get(LAYOUT, b"").decode())
+    if found != (kind, str(layout)):
         raise Corrupt(
             explain(
                 "a segment is of another kind than the catalog says",
                 on=file.path,
                 expected=f"{kind}, layout {layout}",
-                found=f"{table_kind(table)}, layout {table_layout(table)}",
+                found=f"{found[0]}, layout {found[1]}",
             )
         )
+
+
+def _other_rows(file: SegmentFile, expected: pa.Schema, rows: int, names: list[str]) -> Corrupt:
+    metadata = expected.metadata or {}
+    return Corrupt(
+        explain(
+            "a segment does not hold what the catalog says",
+            on=file.path,
+            expected=f"rows {file.row_offset} to {file.row_offset + file.rows} of "
+            f"{metadata.get(KIND, b'?').decode()}, "
+            f"layout {metadata.get(LAYOUT, b'?').decode()}: {expected.names}",
+            found=f"{rows} rows: {names}",
+        )
+    )

@@ -32,10 +32,13 @@ from ledger.errors import (
     explain,
 )
 from ledger.events import BranchForked
+from ledger.exporter import LinkExporter
 from ledger.hashing import GENESIS, multiset_digest, row_content_hashes
+from ledger.links import put_epoch, put_run
 from ledger.lookup import LedgerLookup
 from ledger.moment import Moment, sequence_at
 from ledger.reader import Reader
+from ledger.segment_index import SegmentIndex
 from ledger.segment_reader import SegmentReader
 from ledger.storage import ObjectStore
 from ledger.writer import Writer
@@ -63,10 +66,11 @@ class Ledger:
         self.read_only = read_only
         """Whether every write is refused."""
         self.segments = SegmentReader(self.store)
+        self.exporter = LinkExporter(catalog, self.store, ledger_id)
         self.assembled: dict[Any, tuple[int, pa.Table]] = {}
         """Readers' own: what they put together, for the next reader to build upon."""
         self._sessions: SessionPool | None = None
-        self._known: dict[str, list[SegmentInfo]] = {}
+        self.index = SegmentIndex(catalog, self.segments)
         self._lock = threading.Lock()
 
     @property
@@ -114,9 +118,10 @@ class Ledger:
         self.close()
 
     def close(self) -> None:
-        """Close the catalog's connections. Tables that were read stay valid."""
+        """Write the links that are due, and close. Tables that were read stay valid."""
         if self._sessions is not None:
             self._sessions.close()
+        self.exporter.close()
         self.catalog.close()
         self.store.close()
 
@@ -166,24 +171,28 @@ class Ledger:
         """
         _require_name("run", run_id)
         made = RunInfo(run_id, time.time_ns() // 1000, 0, GENESIS)
-        self.catalog.transact(lambda connection: self._add_run(connection, made))
-        return made
 
-    def _add_run(self, connection: sa.Connection, made: RunInfo) -> None:
-        query = sa.select(t.runs.c.created_at).where(t.runs.c.run_id == made.run_id)
-        there = connection.execute(query).scalar()
-        if there == made.created_at:
-            return  # this very call has made it: its acknowledgement was lost
-        if there is not None:
-            raise AlreadyExists(
-                explain(
-                    "a run was not created: its name is taken",
-                    on=f"{made.run_id!r} in {self.uri}",
-                    do="name it otherwise, or go on with it",
+        def add(connection: sa.Connection) -> RunInfo:
+            nonlocal made
+            query = sa.select(t.runs.c.created_at).where(t.runs.c.run_id == run_id)
+            there = connection.execute(query).scalar()
+            if there == made.created_at:
+                return made  # this very call has made it: its acknowledgement was lost
+            if there is not None:
+                raise AlreadyExists(
+                    explain(
+                        "a run was not created: its name is taken",
+                        on=f"{run_id!r} in {self.uri}",
+                        do="name it otherwise, or go on with it",
+                    )
                 )
-            )
-        connection.execute(t.runs.insert().values(dataclasses.asdict(made)))
-        connection.execute(t.branches.insert().values(run_id=made.run_id, name=MAIN))
+            created_at = put_run(self.store, self.ledger_id, run_id, made.created_at)
+            made = dataclasses.replace(made, created_at=created_at)
+            connection.execute(t.runs.insert().values(dataclasses.asdict(made)))
+            connection.execute(t.branches.insert().values(run_id=run_id, name=MAIN))
+            return made
+
+        return self.catalog.transact(add)
 
     def branches(self, run_id: str) -> list[BranchInfo]:
         """All branches of a run, the first one first. Raises: NotFound."""
@@ -318,8 +327,14 @@ class Ledger:
     def _writer(self, run_id: str, branch: str, producer: str, epoch: int | None) -> Writer:
         self.require_writable()
         if epoch is None:
-            epoch = self.catalog.transact(lambda c: commits.begin_epoch(c, run_id, producer))
+            epoch = self.catalog.transact(lambda c: self._begin_epoch(c, run_id, producer))
         return Writer(self, run_id, branch, producer, epoch)
+
+    def _begin_epoch(self, connection: sa.Connection, run_id: str, producer: str) -> int:
+        epoch = commits.begin_epoch(connection, run_id, producer)
+        # Before it is given out for good: no catalog made again lets an older one write.
+        put_epoch(self.store, self.ledger_id, run_id, producer, epoch)
+        return epoch
 
     def reader(
         self,
@@ -416,26 +431,19 @@ class Ledger:
 
         They are remembered: asking again costs only what was committed since.
         """
-        with self._lock:
-            known = self._known.setdefault(run_id, [])
-            last = known[-1].last_seq if known else 0
-            if up_to is None or last < up_to:
-                with self.catalog.read() as connection:
-                    known += queries.segments_after(connection, run_id, last)
-            if up_to is None or (known and known[-1].first_seq <= up_to):
-                return list(known)
-            return [s for s in known if s.first_seq <= up_to]
+        return self.index.infos(run_id, up_to)
 
     def content_digest(self, run_id: str, branch: str | None = MAIN) -> bytes:
         """What two runs are compared by: blake3 over the content of all rows of the lineage.
 
         It depends neither on segments, order of writing, names of runs and branches nor on anything
-        that is a measurement.
+        that is a measurement. Of rows that retention has retired it goes by their recorded hashes.
         """
         reader = self.reader(run_id, branch)
-        return multiset_digest(
-            {kind: row_content_hashes(reader.table(kind)) for kind in reader.kinds()}
-        )
+        hashes = {kind: row_content_hashes(reader.table(kind)) for kind in reader.kinds()}
+        for kind, of_retired in reader.retired_hashes().items():
+            hashes[kind] = hashes.get(kind, []) + of_retired
+        return multiset_digest(hashes)
 
 
 def _require_name(what: str, name: str) -> None:

@@ -137,6 +137,7 @@ class Writer:
             forked=derived.forked[0] if derived.forked else None,
             published=derived.published,
             consumed=derived.consumed,
+            retired=derived.retired,
         )
         catalog = self._ledger.catalog
         if repeated:
@@ -155,7 +156,9 @@ class Writer:
         )
         complete = dataclasses.replace(pending, segments=segments)
         # Run again after a lost acknowledgement, it finds its own commit by the key.
-        return catalog.transact(lambda connection: commits.commit(connection, complete))
+        receipt = catalog.transact(lambda connection: commits.commit(connection, complete))
+        self._ledger.exporter.notify(self.run_id)
+        return receipt
 
 
 def _segment(

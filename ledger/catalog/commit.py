@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from ledger.catalog import tables as t
 from ledger.catalog.queries import ancestry, select_in
 from ledger.catalog.records import Consumed, Forked, PendingCommit, Published, Receipt
+from ledger.catalog.retire import retire_rows
 from ledger.errors import (
     AlreadyExists,
     Conflict,
@@ -194,6 +195,8 @@ def commit(connection: sa.Connection, pending: PendingCommit) -> Receipt:
         _add_version(connection, pending, published, base)
     for consumed in pending.consumed:
         _add_consumption(connection, pending, consumed, base)
+    for retired in pending.retired:
+        retire_rows(connection, pending.run_id, pending.branch, retired, base)
     connection.execute(_MOVE_HEAD, {"of_run": pending.run_id, "to_seq": last, "to_chain": chain})
     return Receipt(base, last, chain)
 

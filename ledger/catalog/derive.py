@@ -1,4 +1,4 @@
-"""What the catalog keeps of events themselves: branches, versions, consumption.
+"""What the catalog keeps of events themselves: branches, versions, consumption, tombstones.
 
 All of it follows from the stored events, so that a lost catalog can be made again from them.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ledger.catalog.records import Consumed, Forked, Published
+from ledger.catalog.records import Consumed, Forked, Published, Retired
 from ledger.catalog.tables import RANGES
 
 __all__ = ["Derived", "derive", "ranges_of"]
@@ -25,6 +25,7 @@ class Derived:
     forked: tuple[Forked, ...]
     published: tuple[Published, ...]
     consumed: tuple[Consumed, ...]
+    retired: tuple[Retired, ...]
 
 
 def derive(tables: Mapping[str, pa.Table]) -> Derived:
@@ -32,6 +33,7 @@ def derive(tables: Mapping[str, pa.Table]) -> Derived:
     forked: list[Forked] = []
     published: list[Published] = []
     consumed: list[Consumed] = []
+    retired: list[Retired] = []
     offset = 0
     for kind, table in tables.items():
         if kind == "branch_forked":
@@ -45,8 +47,12 @@ def derive(tables: Mapping[str, pa.Table]) -> Derived:
         elif kind == "step_committed":
             for i, (step, indices) in enumerate(_rows(table, "step", "indices")):
                 consumed.append(Consumed(step, tuple(indices), offset + i))
+        elif kind == "rows_retired":
+            rows = _rows(table, "kind", "first_seqs", "row_counts")
+            for i, (of, first_seqs, counts) in enumerate(rows):
+                retired.append(Retired(of, tuple(first_seqs), tuple(counts), offset + i))
         offset += table.num_rows
-    return Derived(tuple(forked), tuple(published), tuple(consumed))
+    return Derived(tuple(forked), tuple(published), tuple(consumed), tuple(retired))
 
 
 def _rows(table: pa.Table, *names: str) -> list[tuple[Any, ...]]:

@@ -132,8 +132,13 @@ def ancestry(connection: sa.Connection, run_id: str, branch: str) -> list[tuple[
     return lineage
 
 
-def segments_after(connection: sa.Connection, run_id: str, seq: int) -> list[SegmentInfo]:
-    """The segments of a run that begin after `seq`, in order, with where they lie now."""
+def segments_after(
+    connection: sa.Connection, run_id: str, seq: int, *, up_to: int | None = None
+) -> list[SegmentInfo]:
+    """The segments of a run that begin after `seq` (and at or before `up_to`), in order.
+
+    Each with where it lies now.
+    """
     s, loc = t.segments, t.locations
     places = [
         loc.c.path,
@@ -149,6 +154,8 @@ def segments_after(connection: sa.Connection, run_id: str, seq: int) -> list[Seg
         .where(s.c.run_id == run_id, s.c.first_seq > seq)
         .order_by(s.c.first_seq)
     )
+    if up_to is not None:
+        query = query.where(s.c.first_seq <= up_to)
     return [_segment(row) for row in connection.execute(query).mappings()]
 
 

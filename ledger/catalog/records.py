@@ -16,6 +16,7 @@ __all__ = [
     "PendingSegment",
     "Published",
     "Receipt",
+    "Retired",
     "RunInfo",
     "SegmentInfo",
     "VersionInfo",
@@ -133,6 +134,14 @@ class Consumed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Retired:
+    kind: str
+    first_seqs: tuple[int, ...]
+    row_counts: tuple[int, ...]
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PendingCommit:
     """Everything one append asks of the catalog."""
 
@@ -147,3 +156,4 @@ class PendingCommit:
     forked: Forked | None
     published: tuple[Published, ...]
     consumed: tuple[Consumed, ...]
+    retired: tuple[Retired, ...] = ()
