@@ -39,7 +39,7 @@ def _query(place: str, run_id: str) -> dict[str, float]:
     import pyarrow as pa
 
     import ledger.sql  # noqa: F401 — so that the import is not in the time of the first question
-    from ledger.store import open_ledger
+    from ledger import open_ledger
 
     pa.array([0])  # pyarrow imports pandas here, where it is installed
 
@@ -66,7 +66,7 @@ def _scan(place: str, run_id: str) -> dict[str, float]:
     import pyarrow as pa
     import torch  # noqa: F401 — its import is no part of the scan
 
-    from ledger.store import open_ledger
+    from ledger import open_ledger
     from tests.bench.samples import segment_files
     from tests.bench.scans import scan_into_torch
 
