@@ -12,6 +12,8 @@ import pytest
 
 from ledger import Ledger
 from tests.ledger.factory import MemoryReader, story_tables, write_story
+from tests.servers.postgres import PostgresServer
+from tests.servers.postgres import postgres_server as start_postgres_server
 from tests.servers.s3 import S3Server
 from tests.servers.s3 import s3_server as start_s3_server
 
@@ -53,3 +55,16 @@ def s3_server() -> Iterator[S3Server]:
     """An S3 server for the whole session; ask it for a bucket of your own."""
     with start_s3_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for the whole session; ask it for a database of your own."""
+    with start_postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> str:
+    """The address of a new, empty database."""
+    return postgres_server.database()
