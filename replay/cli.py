@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ledger.commands.common import add_place, open_from
 from ledger.errors import LedgerError
 
 __all__ = ["main"]
@@ -59,12 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ledger",
-        default=os.environ.get("LEDGER_URI", "ledger-data"),
-        metavar="URI",
-        help="where the ledger is (default: LEDGER_URI, or ledger-data)",
-    )
+    add_place(parser)
     parser.add_argument(
         "--run", default=None, metavar="NAME", help="name of the run (default: the only one)"
     )
@@ -87,11 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ledger.opening import open_ledger
     from replay.surroundings import differences, recorded_surroundings
 
     began = time.monotonic()
-    with open_ledger(arguments.ledger) as ledger:
+    with open_from(arguments) as ledger:
         run_id = ledger.run(arguments.run).run_id
         ledger.branch(run_id, arguments.branch)
         settings, environment = recorded_surroundings(ledger, run_id, arguments.branch)
@@ -172,10 +166,9 @@ def _line(verdict: Any) -> str:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from ledger.opening import open_ledger
     from replay.plot import plot_rewards
 
-    with open_ledger(arguments.ledger) as ledger:
+    with open_from(arguments) as ledger:
         run_id = ledger.run(arguments.run).run_id
         written = plot_rewards(ledger, run_id, Path(arguments.output))
     if arguments.json:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ledger.commands.common import add_catalog
 from ledger.errors import LedgerError, explain
 from trainer.options import add_options
 
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_catalog(parser)
     add_options(parser)
     return parser
 
@@ -44,9 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. 0 on success, 2 with the reason on standard error, 130 when interrupted."""
     given = vars(build_parser().parse_args(argv))
-    as_json = given.pop("json")
+    as_json, catalog = given.pop("json"), given.pop("catalog")
     try:
-        result = run(given, show=not as_json)
+        result = run(given, show=not as_json, catalog=catalog)
     except LedgerError as error:
         print(f"ledger-train: {error}", file=sys.stderr)
         return 2
@@ -60,8 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(explicit: Mapping[str, Any], *, show: bool) -> dict[str, Any]:
-    """Do what the options ask for; returns what `--json` prints. Raises LedgerError."""
+def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) -> dict[str, Any]:
+    """Do what the options ask for; returns what `--json` prints. Raises LedgerError.
+
+    `catalog` is the address of the ledger's catalog, which may hold a password: it is no setting,
+    and nothing records it.
+    """
     from ledger.opening import open_ledger
     from trainer.begin import checkpoint_root, find_standing
 
@@ -69,7 +75,7 @@ def run(explicit: Mapping[str, Any], *, show: bool) -> dict[str, Any]:
     uri = explicit.get("ledger", os.environ.get("LEDGER_URI", "ledger-data"))
     explicit = {**explicit, "ledger": str(uri)}
     forking = "from_version" in explicit
-    with open_ledger(uri, create=not forking) as ledger:
+    with open_ledger(uri, create=not forking, catalog=catalog) as ledger:
         standing = find_standing(ledger, explicit)
         _check(standing.values)
         checkpoint_root(ledger, standing)

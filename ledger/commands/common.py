@@ -54,12 +54,7 @@ class Parents:
 def parents() -> Parents:
     """Make them."""
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument(
-        "--ledger",
-        metavar="URI",
-        default=os.environ.get("LEDGER_URI", DEFAULT_LEDGER),
-        help=f"folder or file:// URI of the ledger (default: $LEDGER_URI, else {DEFAULT_LEDGER})",
-    )
+    add_place(where)
     where.add_argument("--json", action="store_true", help="print JSON")
     run = argparse.ArgumentParser(add_help=False)
     run.add_argument("--run", metavar="NAME", help="the run (default: the only one)")
@@ -76,6 +71,28 @@ def parents() -> Parents:
         "--branch", metavar="NAME", help="what this branch sees (default: all branches)"
     )
     return Parents(where, run, branch, point)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Add --ledger and --catalog."""
+    parser.add_argument(
+        "--ledger",
+        metavar="URI",
+        default=os.environ.get("LEDGER_URI", DEFAULT_LEDGER),
+        help="where the ledger is: a folder, file://, or s3://BUCKET/PREFIX "
+        f"(default: $LEDGER_URI, else {DEFAULT_LEDGER})",
+    )
+    add_catalog(parser)
+
+
+def add_catalog(parser: argparse.ArgumentParser) -> None:
+    """Add --catalog."""
+    parser.add_argument(
+        "--catalog",
+        metavar="URL",
+        help="the ledger's catalog: postgresql+psycopg://USER@HOST/DATABASE, or sqlite:////FILE on "
+        "a local disk (default: $LEDGER_CATALOG, else catalog.sqlite in the ledger's folder)",
+    )
 
 
 def whole(low: int) -> Callable[[str], int]:
@@ -117,11 +134,11 @@ def seconds(text: str) -> float:
     return value
 
 
-def open_from(arguments: argparse.Namespace) -> Ledger:
-    """The ledger that --ledger names."""
+def open_from(arguments: argparse.Namespace, *, write: bool = False) -> Ledger:
+    """The ledger that --ledger and --catalog name; for reading only, unless `write`."""
     from ledger.opening import open_ledger
 
-    return open_ledger(arguments.ledger)
+    return open_ledger(arguments.ledger, catalog=arguments.catalog, read_only=not write)
 
 
 def reader_from(ledger: Ledger, arguments: argparse.Namespace) -> Reader:

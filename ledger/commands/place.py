@@ -24,7 +24,8 @@ def add(commands: Any, parents: Parents) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     from ledger.opening import open_ledger
 
-    with open_ledger(arguments.uri or arguments.ledger, create=True) as ledger:
+    uri = arguments.uri or arguments.ledger
+    with open_ledger(uri, create=True, catalog=arguments.catalog) as ledger:
         if arguments.json:
             print_json({"uri": ledger.uri, "runs": len(ledger.runs())})
         else:

@@ -12,6 +12,7 @@ import pytest
 
 from ledger import Ledger
 from tests.ledger.factory import MemoryReader, story_tables, write_story
+from tests.ledger.places import PLACES, AnyPlace, make_place
 from tests.servers.postgres import PostgresServer
 from tests.servers.postgres import postgres_server as start_postgres_server
 from tests.servers.s3 import S3Server
@@ -68,3 +69,9 @@ def postgres_server() -> Iterator[PostgresServer]:
 def postgres_url(postgres_server: PostgresServer) -> str:
     """The address of a new, empty database."""
     return postgres_server.database()
+
+
+@pytest.fixture(params=PLACES)
+def any_place(request: pytest.FixtureRequest, tmp_path: Path) -> AnyPlace:
+    """A new place for a ledger, of every kind of store and catalog in turn."""
+    return make_place(request.param, request.getfixturevalue, tmp_path)

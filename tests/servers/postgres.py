@@ -41,9 +41,9 @@ class PostgresServer:
         words = folder / "password"
         words.write_text(self.password)
         words.chmod(0o644)
+        options = f"-U {USER} --auth=scram-sha-256 -E UTF8 --locale=C --no-sync --no-instructions"
         made = subprocess.run(
-            [binaries / "initdb", "-D", self._data, "-U", USER, "--auth=scram-sha-256", "-E", "UTF8"]
-            + ["--locale=C", "--no-sync", "--no-instructions", f"--pwfile={words}"],
+            [binaries / "initdb", "-D", self._data, f"--pwfile={words}", *options.split()],
             cwd="/",
             capture_output=True,
             text=True,
