@@ -30,9 +30,6 @@ def add(commands: Any, parents: Parents) -> None:
         "writes a new catalog. The old one is moved aside. Exits with 1 where something is damaged "
         "and so could not be restored as it was. Stop all writers first.",
     )
-    made.add_argument(
-        "--catalog", metavar="URL", help="the catalog's SQLAlchemy URL (default: the ledger's own)"
-    )
     made.add_argument("--dry-run", action="store_true", help="only say what would be restored")
     made.add_argument(
         "--force",
@@ -45,7 +42,7 @@ def add(commands: Any, parents: Parents) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     from ledger.exporter import export_links
 
-    with open_from(arguments) as ledger:
+    with open_from(arguments, write=True) as ledger:
         runs = [ledger.run(arguments.run)] if arguments.run is not None else ledger.runs()
         found = {
             run.run_id: export_links(ledger.catalog, ledger.store, ledger.ledger_id, run.run_id)
@@ -67,7 +64,7 @@ def _rebuild(arguments: argparse.Namespace) -> int:
 
     store = open_store(arguments.ledger)
     try:
-        place = place_of(store, getattr(arguments, "catalog", None))
+        place = place_of(store, arguments.catalog)
         with progress_bar("reading runs") as progress:
             report = rebuild_catalog(
                 place, dry_run=arguments.dry_run, force=arguments.force, progress=progress
