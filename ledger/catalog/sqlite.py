@@ -8,12 +8,12 @@ import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from ledger.errors import Corrupt, IncompatibleFormat, LedgerError, StorageFailed
+from ledger.errors import Corrupt, IncompatibleFormat, LedgerError, StorageFailed, explain
 
 __all__ = [
     "BUSY_TIMEOUT_S",
@@ -92,6 +92,50 @@ def configure(engine: sa.Engine) -> None:
     """Make every connection of `engine` durable, and let transactions begin as we want."""
     event.listen(engine, "connect", _configure)
     event.listen(engine, "begin", _begin)
+    if (path := _path_of(engine.url)) is not None:
+        event.listen(engine, "checkout", _StillThere(path))
+
+
+def _path_of(url: sa.URL) -> Path | None:
+    """The file of a database; None where it is in memory."""
+    database = url.database or ""
+    if url.query.get("vfs") == "memdb" or not database:
+        return None
+    return Path(unquote(database.removeprefix("file:")) if "uri" in url.query else database)
+
+
+class _StillThere:
+    """Refuses a connection whose file has been removed, or replaced by another one.
+
+    SQLite goes on writing to a file that has no name any more, and says that all is well.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._first: tuple[int, int] | None = None
+
+    def __call__(self, *_: Any) -> None:
+        try:
+            status = os.stat(self._path)
+            found = (status.st_dev, status.st_ino)
+        except OSError as error:
+            raise _gone(self._path, str(error)) from error
+        if self._first is None:
+            self._first = found
+        elif found != self._first:
+            raise _gone(self._path, "another file in its place")
+
+
+def _gone(path: Path, found: str) -> StorageFailed:
+    return StorageFailed(
+        explain(
+            "the catalog was not used: its file is not the one that was opened",
+            on=str(path),
+            expected="the same file under the same name",
+            found=found,
+            do="bring the ledger's folder back, or open the ledger again; nothing was acknowledged",
+        )
+    )
 
 
 def _configure(connection: Any, _record: Any) -> None:

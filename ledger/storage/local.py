@@ -34,6 +34,7 @@ class LocalStore:
         self._pool: ThreadPoolExecutor | None = None
         self._reached: set[Path] = set()
         """Folders whose way from the root this store has synced."""
+        self._was_there = root.is_dir()
 
     @property
     def uri(self) -> str:
@@ -50,7 +51,7 @@ class LocalStore:
         for folder, pieces in objects:
             name = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
             temporary = self.root / folder / name
-            written = self._pool.submit(_write_synced, temporary, pieces)
+            written = self._pool.submit(self._write_aside, temporary, pieces)
             staged.append(Staged(folder, pieces, written))
         return staged
 
@@ -141,6 +142,17 @@ class LocalStore:
         require_path(path)
         return self.root / path
 
+    def _write_aside(self, temporary: Path, pieces: Sequence[Any]) -> Path:
+        self._make_folder(temporary.parent)
+        return _write_synced(temporary, pieces)
+
+    def _make_folder(self, folder: Path) -> None:
+        """With all above it; but a root that was moved away must not come into being again."""
+        if self._was_there:
+            os.stat(self.root)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._was_there = True
+
     def _each(self, function: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
         """Call `function` on each; the first error is raised after all have ended."""
         if len(arguments) == 1:
@@ -155,7 +167,6 @@ class LocalStore:
 
 
 def _write_synced(temporary: Path, pieces: Sequence[Any]) -> Path:
-    temporary.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for piece in pieces:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -371,3 +372,33 @@ def test_trouble_in_the_callback_is_said_with_the_error(ledger: Ledger) -> None:
             queue.append([factory.score(0, 1.0)]).result(20)
         until(lambda: hasattr(caught.value, "__notes__"))
         assert "of the callback" in caught.value.__notes__[0]
+
+
+def test_a_folder_that_is_moved_away_takes_nothing_until_it_is_back(
+    ledger: Ledger, quick_path: Path
+) -> None:
+    ledger.store = store_of(ledger).inner
+    folder, elsewhere = quick_path / "ledger", quick_path / "elsewhere"
+    plain = ledger.writer("r", producer="plain")
+    plain.append([factory.score(0, 1.0)])
+    queue = ledger.queued_writer("r", producer="p", patience_s=0.1)
+    with closing(queue):
+        queue.append([factory.score(1, 1.0)])
+        queue.flush()
+        folder.rename(elsewhere)
+        with pytest.raises(StorageFailed):
+            plain.append([factory.score(2, 1.0)])
+        with pytest.raises(StorageFailed):
+            queue.append([factory.score(3, 1.0)]).result(20)
+        assert not folder.exists()
+        # A copy in its place is another ledger's file: what is open must not write to either.
+        shutil.copytree(elsewhere, folder)
+        with pytest.raises(StorageFailed, match="not the one that was opened"):
+            plain.append([factory.score(2, 1.0)])
+        shutil.rmtree(folder)
+        elsewhere.rename(folder)
+        plain.append([factory.score(2, 1.0)])
+        queue.resume()
+        queue.close()
+    assert scores(ledger) == [0, 1, 2, 3]
+    assert verify_ledger(ledger).ok
