@@ -11,7 +11,8 @@ __all__ = ["TEMPORARY", "require_folder", "require_path"]
 TEMPORARY = ".tmp-"
 """How the name of a file begins that a store is still writing. No object may be called so."""
 
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\]")
+_FORBIDDEN = re.compile(rf"(?:^|/)(?:\.{{0,2}}(?:/|\Z)|{re.escape(TEMPORARY)})|[\x00-\x1f\x7f\\]")
+"""A part that is empty, '.', '..' or unfinished; or a character. One search: every open asks."""
 
 
 def require_path(path: str) -> None:
@@ -21,8 +22,7 @@ def require_path(path: str) -> None:
         Corrupt: it is absolute, has an empty part, '.' or '..', a backslash or a control
             character, or a part that begins like the name of an unfinished file.
     """
-    bad = [part for part in path.split("/") if part in ("", ".", "..")]
-    if bad or _FORBIDDEN.search(path) or any(p.startswith(TEMPORARY) for p in path.split("/")):
+    if _FORBIDDEN.search(path):
         raise Corrupt(
             explain(
                 "a path leaves the store, or is none",
