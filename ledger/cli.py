@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ledger.commands import ask, common, keep, place, restore
+from ledger.commands import ask, common, keep, place, restore, space
 from ledger.errors import LedgerError
 
 __all__ = ["DEFAULT_LEDGER", "main"]
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = common.parents()
-    for topic in (place, ask, keep, restore):
+    for topic in (place, ask, keep, restore, space):
         topic.add(commands, shared)
     return parser
 

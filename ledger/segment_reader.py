@@ -91,6 +91,16 @@ class SegmentReader:
             return table
         return table.slice(file.row_offset, file.rows)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of decoded and fetched segments that are kept now."""
+        return self._kept.size_bytes
+
+    @property
+    def kept_items(self) -> int:
+        """Files and decoded columns that are kept now."""
+        return len(self._kept)
+
     def size(self, file: SegmentFile) -> int:
         """Bytes of the file as it is now. Raises: NotFound."""
         return self._store.stamp(file.path).size_bytes
@@ -162,9 +172,12 @@ class _Kept:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._bytes = 0
+        self.size_bytes = 0
         self._items: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def get(self, key: Hashable) -> Any:
         with self._lock:
@@ -178,13 +191,13 @@ class _Kept:
         with self._lock:
             _, before = self._items.pop(key, (None, 0))
             self._items[key] = (value, size_bytes)
-            self._bytes += size_bytes - before
+            self.size_bytes += size_bytes - before
             # The newest one stays, however large it is: it is in use.
             while len(self._items) > 1 and (
-                self._bytes > self._limit_bytes or len(self._items) > _KEEP_FILES
+                self.size_bytes > self._limit_bytes or len(self._items) > _KEEP_FILES
             ):
                 _, (_, gone) = self._items.popitem(last=False)
-                self._bytes -= gone
+                self.size_bytes -= gone
 
 
 def _subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:

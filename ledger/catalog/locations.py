@@ -60,7 +60,7 @@ def move(
             continue
         sizes[segment.file.path] = segment.file.size_bytes
         sizes[to.path] = to.size_bytes
-        moved += connection.execute(
+        changed = connection.execute(
             _MOVE,
             {
                 "of_run": run_id,
@@ -75,5 +75,15 @@ def move(
                 "to_size": to.size_bytes,
             },
         ).rowcount
+        if not changed:
+            # The transaction is run again after a lost acknowledgement: it may be there already.
+            there = (
+                (_loc.run_id == run_id)
+                & (_loc.first_seq == segment.first_seq)
+                & (_loc.path == to.path)
+                & (_loc.row_offset == to.row_offset)
+            )
+            changed = connection.execute(sa.select(sa.func.count()).where(there)).scalar() or 0
+        moved += changed
     list_unreferenced(connection, run_id, sizes.items(), reason)
     return moved

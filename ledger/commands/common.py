@@ -30,6 +30,9 @@ __all__ = [
 DEFAULT_LEDGER = "ledger-data"
 """Where a ledger is when neither --ledger nor LEDGER_URI says so: where ledger-train puts it."""
 
+_UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "m": 1e6, "mb": 1e6, "g": 1e9, "gb": 1e9}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+
 FOUND = 1
 """Exit code: something was found (`check`, `verify`)."""
 
@@ -110,6 +113,34 @@ def whole(low: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def size(text: str) -> int:
+    """An argparse type: bytes, as '128MB', '1.5GiB' or a plain number."""
+    number, unit = text.strip(), ""
+    while number and not number[-1].isdigit():
+        number, unit = number[:-1], number[-1] + unit
+    scale = _UNITS.get(unit.strip().lower())
+    try:
+        value = float(number) * (scale or 0)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a size such as 128MB, found {text!r}")
+    return int(value)
+
+
+def duration(text: str) -> float:
+    """An argparse type: seconds from 0 on; also '10m', '6h', '7d'."""
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    scale = units.get(text[-1:].lower())
+    try:
+        value = float(text) if scale is None else float(text[:-1]) * scale
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e10:  # NaN too
+        raise argparse.ArgumentTypeError(f"expected a time such as 600, 10m or 7d, found {text!r}")
+    return value
 
 
 def moment(text: str) -> str:

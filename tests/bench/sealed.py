@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ledger import Ledger, open_ledger
-from ledger.schema import arrow_schema
+from ledger.compact import compact, plan_compaction
 from tests.bench.episodes import skewed_routing
 from tests.bench.figures import Figure
 from tests.bench.mismatch import write_training
@@ -90,27 +90,11 @@ def _size(
 
 
 def seal(ledger: Ledger, run_id: str, kinds: Sequence[str]) -> dict[str, list[Path]]:
-    """The sealed files of each kind."""
-    made: dict[str, list[Path]] = {}
-    for kind in kinds:
-        target = ledger.root / f"sealed-{kind}.parquet"
-        table = ledger.reader(run_id, branch=None).table(kind).combine_chunks()
-        names = [name for name in arrow_schema(kind).names if name in table.column_names]
-        own = table.select(names)
-        lists = {f.name: f"{f.name}.list.element" for f in own.schema if pa.types.is_list(f.type)}
-        floats = [f.name for f in own.schema if f.type == pa.list_(pa.float32())]
-        binary = [f.name for f in own.schema if pa.types.is_large_binary(f.type)]
-        pq.write_table(
-            own,
-            target,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=[lists.get(n, n) for n in names if n not in floats + binary],
-            column_encoding={lists[n]: "BYTE_STREAM_SPLIT" for n in floats}
-            | dict.fromkeys(binary, "PLAIN"),
-            write_page_checksum=True,
-        )
-        made[kind] = [target]
+    """The sealed files of each kind, made by compaction."""
+    report = compact(ledger, plan_compaction(ledger, run_id, kinds))
+    made: dict[str, list[Path]] = {kind: [] for kind in kinds}
+    for file in report.files:
+        made[file.kind].append(ledger.locate(file.path))
     return made
 
 
