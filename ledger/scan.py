@@ -8,7 +8,7 @@ decoded by columns, and a query that touches no routing opens no routing.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ import pyarrow.dataset as ds
 from ledger.errors import explain
 from ledger.schema import arrow_schema
 
-__all__ = ["PLACE_TYPES", "EventScan", "Source", "TableSource", "scan_schema"]
+__all__ = ["PLACE_TYPES", "ComputedScan", "EventScan", "Source", "TableSource", "scan_schema"]
 
 _name = pa.dictionary(pa.int32(), pa.string())
 PLACE_TYPES = {"run_id": _name, "branch": _name, "seq": pa.int64()}
@@ -46,30 +46,33 @@ class Source:
         """Keep what was raised inside of DuckDB, for who asked the query."""
         self.failure = error
 
+    def present(self) -> TableSource:
+        """The reader. Raises RuntimeError outside of a query."""
+        if self.reader is None:
+            raise RuntimeError(explain("a scan outside of a query"))
+        return self.reader
+
     def read(self, kind: str, columns: Sequence[str]) -> pa.Table:
         """The table of a kind, with these columns in this order and the types of `scan_schema`."""
-        if self.reader is None:
-            raise RuntimeError(explain("a scan outside of a query", on=kind))
         schema = scan_schema(kind)
         wanted = pa.schema([schema.field(name) for name in columns])
-        table = self.reader.table(kind, columns)
+        table = self.present().table(kind, columns)
         # Where an event has a column of its own that names its place, the last is the reader's.
         last = {name: i for i, name in enumerate(table.column_names)}
         table = table.select([last[name] for name in columns])
         return table if table.schema.types == wanted.types else table.cast(wanted)
 
 
-class EventScan(ds.Dataset):  # type: ignore[misc]
-    """One kind of event, to DuckDB a dataset."""
+class _Scan(ds.Dataset):  # type: ignore[misc]
+    """What DuckDB takes for a dataset."""
 
-    def __init__(self, source: Source, kind: str) -> None:
+    schema: pa.Schema
+
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._kind = kind
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Place first, then the event's own columns."""
-        return scan_schema(self._kind)
+    def _read(self, columns: Sequence[str]) -> pa.Table:
+        raise NotImplementedError
 
     def scanner(
         self,
@@ -79,19 +82,51 @@ class EventScan(ds.Dataset):  # type: ignore[misc]
     ) -> Any:
         """What DuckDB calls to read: an object with `to_reader`."""
         try:
-            names = scan_schema(self._kind).names
+            names = self.schema.names
             wanted = names if columns is None else list(columns)
             if filter is None:
-                return _Rows(self._source.read(self._kind, wanted))
+                return _Rows(self._read(wanted))
             # The filter may name columns that the query does not. A word in one of its values
             # may be read too: a column too many, never one too few.
             words = set(_WORD.findall(str(filter)))
             needed = wanted + [name for name in names if name in words and name not in wanted]
-            table = self._source.read(self._kind, needed)
-            return ds.dataset(table).scanner(columns=wanted, filter=filter)
+            return ds.dataset(self._read(needed)).scanner(columns=wanted, filter=filter)
         except BaseException as error:
             self._source.fail(error)
             raise
+
+
+class EventScan(_Scan):
+    """One kind of event: place first, then its own columns."""
+
+    def __init__(self, source: Source, kind: str) -> None:
+        super().__init__(source)
+        self._kind = kind
+
+    @property
+    def schema(self) -> pa.Schema:
+        return scan_schema(self._kind)
+
+    def _read(self, columns: Sequence[str]) -> pa.Table:
+        return self._source.read(self._kind, columns)
+
+
+class ComputedScan(_Scan):
+    """Rows that a function computes from the reader, each time they are asked for."""
+
+    def __init__(
+        self, source: Source, schema: pa.Schema, compute: Callable[[TableSource], pa.Table]
+    ) -> None:
+        super().__init__(source)
+        self._schema = schema
+        self._compute = compute
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
+
+    def _read(self, columns: Sequence[str]) -> pa.Table:
+        return self._compute(self._source.present()).select(list(columns))
 
 
 class _Rows:

@@ -370,6 +370,25 @@ _ALL = (
         _EACH_TOKEN + _made(step="The step.", step_branch="The branch of the step."),
         per_token=True,
     ),
+    View(
+        "mismatch",
+        "One row a signal and span of one weight version: how far the trainer's log-probs lie "
+        "from the engine's, over the tokens in the loss. Answers what trained_tokens answers, "
+        "without a row a token.",
+        "SELECT m.run_id, m.branch, m.seq, m.step, m.index, m.weight_version, m.tokens,\n"
+        "       m.total, m.total / nullif(m.tokens, 0) AS mean, m.largest, m.not_finite\n"
+        "FROM _mismatch AS m",
+        ("_mismatch",),
+        _passed("signal_recorded", "run_id", "branch", "seq", "step", "index")
+        + _made(
+            weight_version="The version that sampled the span; NULL where nobody knows.",
+            tokens="Tokens with mask 1 whose difference is a finite number: those compared.",
+            total="Sum of the absolute differences of the two log-probs; for means over rows.",
+            mean="Mean absolute difference; NULL where no token was compared.",
+            largest="Largest absolute difference.",
+            not_finite="Tokens with mask 1 that cannot be compared: NaN or infinite.",
+        ),
+    ),
     _extended(
         "routing",
         "One row an engine call of a mixture of experts: which experts each token was sent to.",

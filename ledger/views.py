@@ -13,10 +13,14 @@ import duckdb
 import ledger.events  # noqa: F401 — fills EVENTS
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import EVENTS
-from ledger.scan import EventScan, Source, TableSource
+from ledger.mismatch import MISMATCH_SCHEMA, mismatch_table
+from ledger.scan import ComputedScan, EventScan, Source, TableSource
 from ledger.view_definitions import VIEWS, ViewColumn, event_columns
 
 __all__ = ["TableSource", "Views", "describe_view", "register_views", "view_names"]
+
+_COMPUTED = {"_mismatch": (MISMATCH_SCHEMA, mismatch_table)}
+"""Building blocks that no SQL computes fast enough."""
 
 _WORD = re.compile(r"\w+")
 _METADATA = re.compile(r"\b(show|information_schema|pragma\w*|duckdb_\w+|sqlite_\w+)\b", re.I)
@@ -82,6 +86,8 @@ class Views:
             return
         if name in EVENTS:
             self._con.register(name, EventScan(self._source, name))
+        elif name in _COMPUTED:
+            self._con.register(name, ComputedScan(self._source, *_COMPUTED[name]))
         else:
             view = VIEWS[name]
             for used in view.uses:
