@@ -22,7 +22,7 @@ from tests.bench.figures import Figure, print_table
 
 DEMO = Path("demo-out/ledger-smollm2")
 CACHE = Path(".bench-cache")
-PARTS = ("append", "commits", "scan", "query", "size", "grown", "peers", "share")
+PARTS = ("append", "commits", "scan", "query", "size", "grown", "keep", "peers", "share")
 
 
 def main() -> int:
@@ -84,6 +84,11 @@ def _parts(
 
         return grown_figures(folder, cache, quick=quick)
 
+    def keep(folder: Path) -> Iterator[Figure]:
+        from tests.bench.keeping import keeping_figures
+
+        return keeping_figures(folder, quick=quick)
+
     def peers(folder: Path) -> Iterator[Figure]:
         from tests.bench.peers import peer_figures
 
@@ -96,7 +101,7 @@ def _parts(
         if recorded is not None:
             yield from recorded_share(recorded, folder / "recorded", quick=quick)
 
-    parts = (append, commits, scan, query, size, grown, peers, share)
+    parts = (append, commits, scan, query, size, grown, keep, peers, share)
     return {part.__name__: part for part in parts}
 
 

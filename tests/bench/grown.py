@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from blake3 import blake3
 
 from ledger import Ledger, open_ledger
 from ledger.events import SampleScored, WeightsPublished
+from ledger.follow import events_after
 from tests.bench.child import in_new_process
 from tests.bench.episodes import make_step, text, version
 from tests.bench.figures import Figure
@@ -42,7 +44,7 @@ def grown_figures(folder: Path, cache: Path, *, quick: bool) -> Iterator[Figure]
     for commits in (few, many):
         made = _kept(cache / f"commits-{commits}", lambda new, n=commits: _commit(new, n))  # type: ignore[misc]
         ledgers[commits] = linked_copy(made, folder / f"{commits}")
-    yield _followed(ledgers, few, many, 5 if quick else 15)
+    yield from _followed(ledgers, few, many, 5 if quick else 15)
 
 
 def _of_this_code(cache: Path) -> Path:
@@ -116,7 +118,7 @@ def _asked(name: str, ledger: Path, repetitions: int) -> Iterator[Figure]:
         goal=1.0,
         at_most=True,
         unit="s",
-        note=f"the last ten steps; opening {1e3 * one['open_s']:.0f} ms of it; {common}"
+        note=f"the last ten steps; CPU {one['first_cpu_s']:.2f} s; opening {1e3 * one['open_s']:.0f} ms of it; {common}"
         f"{segments:,} segments; peak memory {one['first_peak_bytes'] / 1e6:.0f} MB",
         details=one,
     )
@@ -132,38 +134,45 @@ def _asked(name: str, ledger: Path, repetitions: int) -> Iterator[Figure]:
     )
 
 
-def _followed(ledgers: dict[int, Path], few: int, many: int, repetitions: int) -> Figure:
-    """Time until a reader that was up to date has what ten new commits added."""
+def _followed(ledgers: dict[int, Path], few: int, many: int, repetitions: int) -> Iterator[Figure]:
+    """What ten new commits cost a follower, and a reader whose table was up to date."""
     kind = SampleScored.KIND
-    taken: dict[int, list[float]] = {n: [] for n in ledgers}
-    opened: dict[int, tuple[Ledger, Ledger]] = {
-        n: (open_ledger(folder), open_ledger(folder)) for n, folder in ledgers.items()
+    ways: dict[str, Callable[[Ledger, int], int]] = {
+        "following": lambda ledger, since: sum(
+            new.table.num_rows
+            for new in events_after(ledger, RUN, since, kinds=[kind])
+            if new.table is not None
+        ),
+        "a reader's table of": lambda ledger, _: ledger.reader(RUN).table(kind).num_rows,
     }
-    try:
+    taken: dict[tuple[str, int], list[float]] = {}
+    with ExitStack() as stack:
+        opened = {
+            n: [stack.enter_context(open_ledger(folder)) for _ in range(2)]
+            for n, folder in ledgers.items()
+        }
         for turn in range(repetitions + 1):
             for n, (reading, writing) in opened.items():
-                before = reading.reader(RUN).table(kind).num_rows
+                rows, since = reading.reader(RUN).table(kind).num_rows, reading.run(RUN).head_seq
                 with writing.writer(RUN, producer=f"follow-{turn}") as writer:
                     for i in range(_NEW):
-                        writer.append([scored(before + i)])
-                began = time.perf_counter()
-                now = reading.reader(RUN).table(kind).num_rows
-                if turn:
-                    taken[n].append(time.perf_counter() - began)
-                if now != before + _NEW:
-                    raise RuntimeError(f"{now - before} rows followed, {_NEW} appended")
-    finally:
-        for pair in opened.values():
-            for ledger in pair:
-                ledger.close()
-    less, more = (1e3 * statistics.median(taken[n]) for n in (few, many))
-    return Figure(
-        group=GROUP,
-        name=f"following {_NEW} new commits among {many:,}",
-        against=f"the same among {few:,}",
-        ratio=more / less,
-        goal=1.5,
-        at_most=True,
-        note=f"time ÷ time: {more:.1f} ms against {less:.1f}; 1 is a cost by what is new alone",
-        details={"many_s": more / 1e3, "few_s": less / 1e3},
-    )
+                        writer.append([scored(rows + i)])
+                for way, look in ways.items():
+                    began = time.perf_counter()
+                    found = look(reading, since)
+                    if turn:
+                        taken.setdefault((way, n), []).append(time.perf_counter() - began)
+                    if found not in (_NEW, rows + _NEW):
+                        raise RuntimeError(f"{way}: {found} rows, of {rows} and {_NEW} new ones")
+    for way in ways:
+        less, more = (1e3 * statistics.median(taken[way, n]) for n in (few, many))
+        yield Figure(
+            group=GROUP,
+            name=f"{way} {_NEW} new commits among {many:,}",
+            against=f"the same among {few:,}",
+            ratio=more / less,
+            goal=1.5,
+            at_most=True,
+            note=f"time ÷ time: {more:.1f} ms against {less:.1f}; 1 is a cost by what is new alone",
+            details={"many_s": more / 1e3, "few_s": less / 1e3},
+        )

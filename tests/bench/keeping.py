@@ -1,0 +1,88 @@
+"""Keeping a ledger: checking it and making its catalog again, against the bare work on its bytes.
+
+For orientation: none of it stands in the way of a training, and none has a goal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from ledger import open_ledger
+from ledger.place import place_of
+from ledger.rebuild_catalog import rebuild_catalog
+from ledger.storage import LocalStore
+from ledger.verify import verify_ledger
+from tests.bench.figures import Figure, Timing, interleaved
+from tests.bench.mismatch import write_training
+from tests.bench.samples import RUN, emptied, linked_copy, new_ledger, scored
+
+__all__ = ["keeping_figures"]
+
+GROUP = "keeping a ledger"
+
+
+def keeping_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
+    """Verify large segments; make the catalog of many small commits again."""
+    repetitions = 1 if quick else 3
+    yield _verified(folder / "large", 1 if quick else 4, repetitions)
+    yield _rebuilt(folder, 50 if quick else 500, repetitions)
+
+
+def _verified(root: Path, steps: int, repetitions: int) -> Figure:
+    write_training(emptied(root), steps, 1 << 17)
+    files = sorted(root.rglob("*.arrow"))
+    with open_ledger(root) as ledger:
+        times = interleaved(
+            {
+                "raw": lambda: [blake3(file.read_bytes()).digest() for file in files],
+                "ledger": lambda: verify_ledger(ledger),
+            },
+            repetitions,
+        )
+    size = sum(file.stat().st_size for file in files)
+    return _figure("verify", "reading and hashing the files", times, size, "hashes the content too")
+
+
+def _rebuilt(folder: Path, commits: int, repetitions: int) -> Figure:
+    small = emptied(folder / "small")
+    with new_ledger(small) as (_, writer):
+        for number in range(commits):
+            writer.append([scored(number)])
+    copy = linked_copy(small, folder / "copy")
+    files = sorted(copy.rglob("*.arrow"))
+    place = place_of(LocalStore(copy), None)
+    times = interleaved(
+        {
+            "raw": lambda: [blake3(file.read_bytes()).digest() for file in files],
+            "ledger": lambda: rebuild_catalog(place, force=True),
+        },
+        repetitions,
+    )
+    with open_ledger(copy) as ledger:
+        found = ledger.run(RUN).head_seq
+    with open_ledger(small) as ledger:
+        wanted = ledger.run(RUN).head_seq
+    if found != wanted:
+        raise RuntimeError(f"a rebuilt catalog ends at seq {found}, the ledger at {wanted}")
+    size = sum(file.stat().st_size for file in files)
+    rate = f"{commits / times['ledger'].seconds:,.0f} commits of one event a second"
+    return _figure("rebuild-catalog", "reading and hashing the files", times, size, rate)
+
+
+def _figure(
+    name: str, against: str, times: dict[str, Timing], size_bytes: int, note: str
+) -> Figure:
+    raw, one = times["raw"], times["ledger"]
+    return Figure(
+        group=GROUP,
+        name=f"{name}, {size_bytes / 1e6:.1f} MB",
+        against=against,
+        ratio=raw.seconds / one.seconds,
+        mb_per_s=size_bytes / 1e6 / one.seconds,
+        mb_per_cpu_s=size_bytes / 1e6 / one.cpu_seconds,
+        note=f"{one.seconds * 1e3:.0f} ms against {raw.seconds * 1e3:.0f}; {note}",
+        details={"ledger_s": one.seconds, "raw_s": raw.seconds, "size_bytes": size_bytes},
+    )
