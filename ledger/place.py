@@ -33,6 +33,7 @@ from ledger.errors import (
 )
 from ledger.mark import MARK, Mark, read_mark, write_mark
 from ledger.storage import ObjectStore
+from ledger.storage.probe import PROBES, require_exclusive_create
 
 __all__ = ["CATALOG", "FORMAT", "Place", "create", "place_of", "require_format", "require_mark"]
 
@@ -191,10 +192,10 @@ def _catalog_gone(place: Place) -> NotFound:
 
 
 def _objects(store: ObjectStore) -> list[str]:
-    """Some of the objects of a store that are not the catalog's files."""
+    """Some of the objects of a store, but the catalog's files and what only tried the store out."""
     found: list[str] = []
     for path in store.list(""):
-        if not path.startswith("catalog."):
+        if not path.startswith(("catalog.", PROBES + "/")):
             found.append(path)
         if len(found) == 10:
             break
@@ -275,6 +276,8 @@ def _create(place: Place, catalog: Catalog) -> None:
     if known is not None and mark is None and place.named:
         raise _other_ledger(place, "no ledger", known)
     if mark is None:
+        if place.store.root is None:
+            require_exclusive_create(place.store)
         made = Mark(FORMAT, known or secrets.token_hex(16), catalog.kind)
         mark = write_mark(place.store, made)
     require_same(place, mark, catalog.transact(lambda c: _fill(c, catalog, mark)))

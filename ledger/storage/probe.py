@@ -7,19 +7,22 @@ import secrets
 from ledger.errors import Corrupt, StorageFailed, explain
 from ledger.storage.protocol import ObjectStore
 
-__all__ = ["require_exclusive_create"]
+__all__ = ["PROBES", "require_exclusive_create"]
+
+PROBES = "probe"
+"""The folder of objects that only try a store out; a crash may leave one there."""
 
 
 def require_exclusive_create(store: ObjectStore) -> None:
     """Try on the place itself that an object cannot be overwritten. Leaves nothing there.
 
     Services that speak like S3 but do not know conditional writes overwrite without a word. Asked
-    once, when a ledger is made; costs six requests on S3.
+    once, when a ledger is made; costs four requests on S3.
 
     Raises:
         StorageFailed: a second object under one name was taken, or the place failed.
     """
-    path = f"probe/{secrets.token_hex(8)}"
+    path = f"{PROBES}/{secrets.token_hex(8)}"
     store.put([(path, b"first")])
     try:
         store.put([(path, b"second")])

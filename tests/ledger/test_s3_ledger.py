@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ledger import open_ledger
-from ledger.errors import Corrupt
+from ledger.errors import Corrupt, StorageFailed
+from ledger.storage import open_store
 from ledger.verify import verify_ledger
 from tests.ledger import factory
 from tests.servers.s3 import S3Server
@@ -65,3 +66,18 @@ def test_two_processes_append_and_a_third_reads(s3_server: S3Server, tmp_path: P
         reader = ledger.reader("r")
         with pytest.raises(Corrupt, match="missing"):
             reader.table("sample_scored")
+
+
+def test_no_ledger_is_made_where_objects_are_overwritten(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
+    bucket = s3_server.bucket()
+    s3_server.forget_conditions(bucket)
+    with pytest.raises(StorageFailed, match="overwrites objects"):
+        open_ledger(
+            f"s3://{bucket}",
+            create=True,
+            catalog=f"sqlite:///{tmp_path}/catalog.sqlite",
+            storage_options=s3_server.storage_options,
+        )
+    assert list(open_store(f"s3://{bucket}", s3_server.storage_options).list("")) == []
