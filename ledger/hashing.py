@@ -34,10 +34,14 @@ __all__ = [
     "logical_hash",
     "multiset_digest",
     "row_content_hashes",
+    "sliced_column_digests",
 ]
 
 GENESIS = bytes(32)
 """The link before a run's first."""
+
+_DIGEST_MARK = struct.pack("<bq", 1, 32)
+"""What `_pack` puts before a digest."""
 
 _THREADS_FROM_BYTES = 1 << 20  # below, starting threads costs more than they save
 
@@ -72,22 +76,59 @@ def column_digests(table: pa.Table) -> dict[int, bytes]:
     return {c.field_id: _column_digest(c, table.column(c.name)) for c in columns_of(kind, layout)}
 
 
+def sliced_column_digests(batch: pa.RecordBatch, bounds: Sequence[int]) -> list[dict[int, bytes]]:
+    """For each slice of rows, bounds[i] to bounds[i + 1], what `column_digests` gives of it.
+
+    Many slices cost little more than one: each column is taken apart once. The batch must have the
+    columns of its layout, in their declared types.
+    """
+    kind, layout = table_kind(batch), table_layout(batch)
+    slices = len(bounds) - 1
+    edges = np.asarray(bounds, np.int64)
+    found: list[dict[int, bytes]] = [{} for _ in range(slices)]
+    for column in columns_of(kind, layout):
+        array = _as_declared(batch.column(column.name), column.type)
+        streams = [
+            (memoryview(data), ends.tolist())
+            for data, ends in _with_validity(column, array, edges)
+        ]
+        head = _digest_head(column)
+        for i in range(slices):
+            body = [head]
+            for view, ends in streams:
+                piece = view[ends[i] : ends[i + 1]]
+                threads = blake3.AUTO if piece.nbytes >= _THREADS_FROM_BYTES else 1
+                body += (_DIGEST_MARK, blake3(piece, max_threads=threads).digest())
+            found[i][column.field_id] = blake3(b"".join(body)).digest()
+    return found
+
+
 def _column_digest(column: Column, data: pa.ChunkedArray) -> bytes:
-    parts = [_column_streams(column, chunk) for chunk in data.chunks or [pa.array([], column.type)]]
+    chunks = data.chunks or [pa.array([], column.type)]
+    parts = [_column_streams(column, chunk) for chunk in chunks]
     digests = [_digest(stream) for stream in zip(*parts, strict=True)]
-    name = type_name(column.type).encode()
-    return blake3(_pack(column.field_id, name, int(column.nullable), *digests)).digest()
+    return blake3(_digest_head(column) + _pack(*digests)).digest()
+
+
+@functools.cache
+def _digest_head(column: Column) -> bytes:
+    return _pack(column.field_id, type_name(column.type).encode(), int(column.nullable))
 
 
 def _column_streams(column: Column, chunk: pa.Array) -> list[np.ndarray]:
     array = _as_declared(chunk, column.type)
-    streams = [stream for stream, _ in _streams(array, np.array([0, len(array)]))]
+    return [data for data, _ in _with_validity(column, array, np.array([0, len(array)]))]
+
+
+def _with_validity(
+    column: Column, array: pa.Array, bounds: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    yield from _streams(array, bounds)
     if column.nullable:
         if array.null_count:
-            streams.append(array.is_valid().cast(pa.uint8()).to_numpy(zero_copy_only=False))
+            yield _valid(array).view(np.uint8), bounds
         else:
-            streams.append(np.ones(len(array), np.uint8))
-    return streams
+            yield np.ones(len(array), np.uint8), bounds
 
 
 def _digest(pieces: Sequence[Any]) -> bytes:
@@ -124,7 +165,7 @@ def _hash_rows(prefix: bytes, content: Sequence[Column], batch: pa.RecordBatch) 
     for column, chunk in zip(content, batch.columns, strict=True):
         array = _as_declared(chunk, column.type)
         streams = [(_view(data), bounds.tolist()) for data, bounds in _streams(array, each)]
-        valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+        valid = _valid(array) if array.null_count else None
         parts.append((_pack(column.field_id), valid, streams))
     hashes = []
     for row in range(rows):
@@ -172,6 +213,8 @@ def _pack(*parts: bytes | int) -> bytes:
 
 def _as_declared(array: pa.Array, declared: pa.DataType) -> pa.Array:
     """The array in its declared type: other formats give a mask as booleans, say."""
+    if array.type.equals(declared):
+        return array
     return array if _name_or_none(array.type) == type_name(declared) else array.cast(declared)
 
 
@@ -187,46 +230,68 @@ def _name_or_none(arrow_type: pa.DataType) -> str | None:
 def _streams(array: pa.Array, bounds: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The bytes (1-D uint8) of each stream of `array`, and `bounds` (in elements) in bytes."""
     arrow_type = array.type
-    if pa.types.is_list(arrow_type):
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        lengths = np.diff(offsets)
+    # Compared by number: this runs for every column of every append.
+    type_id = arrow_type.id
+    if type_id == _LIST:
+        starts = _offsets(array, np.int32).astype(np.int64)
+        lengths = starts[1:] - starts[:-1]
         if array.null_count:
-            lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        yield lengths.view(np.uint8), bounds * 8
-        if array.null_count:
+            lengths[~_valid(array)] = 0
             values = array.flatten()
+            starts = np.concatenate([[0], np.cumsum(lengths)])
         else:
             # The same values; flatten takes longer to start than a short column takes to hash.
-            values = array.values.slice(int(offsets[0]), int(starts[-1]))
+            first = int(starts[0])
+            values = array.values.slice(first, int(starts[-1]) - first)
+            starts -= first
+        yield lengths.view(np.uint8), bounds * 8
         yield from _streams(values, starts[bounds])
         return
-    if pa.types.is_string(arrow_type) or pa.types.is_large_binary(arrow_type):
-        if array.null_count:
-            array = pc.fill_null(array, "" if pa.types.is_string(arrow_type) else b"")
-        width = np.int32 if pa.types.is_string(arrow_type) else np.int64
-        _, offset_buffer, data_buffer = array.buffers()
-        if offset_buffer is None or len(array) == 0:
-            offsets = np.zeros(len(array) + 1, np.int64)
-        else:
-            offsets = np.frombuffer(
-                offset_buffer, width, len(array) + 1, array.offset * width().nbytes
-            )
-        raw = _bytes_of(data_buffer)[offsets[0] : offsets[-1]]
-        starts = offsets.astype(np.int64) - int(offsets[0])
-        yield np.diff(starts).view(np.uint8), bounds * 8
+    if type_id in (_STRING, _LARGE_BINARY):
+        width = np.int32 if type_id == _STRING else np.int64
+        starts = _offsets(array, width).astype(np.int64)
+        lengths = starts[1:] - starts[:-1]
+        if array.null_count and lengths[~_valid(array)].any():
+            yield from _streams(pc.fill_null(array, "" if type_id == _STRING else b""), bounds)
+            return
+        raw = _bytes_of(array.buffers()[2])[starts[0] : starts[-1]]
+        starts -= starts[0]
+        yield lengths.view(np.uint8), bounds * 8
         yield raw, starts[bounds]
         return
-    width_bytes = 1 if pa.types.is_boolean(arrow_type) else arrow_type.bit_width // 8
-    if pa.types.is_boolean(arrow_type):
+    if type_id == _BOOL:
         array = array.cast(pa.uint8())
+        width_bytes = 1
+    else:
+        width_bytes = arrow_type.bit_width // 8
     raw = _bytes_of(array.buffers()[1])
     raw = raw[array.offset * width_bytes : (array.offset + len(array)) * width_bytes]
     if array.null_count:
         raw = raw.reshape(len(array), width_bytes).copy()
-        raw[array.is_null().to_numpy(zero_copy_only=False)] = 0
+        raw[~_valid(array)] = 0
         raw = raw.reshape(-1)
     yield raw, bounds * width_bytes
+
+
+_LIST, _STRING, _LARGE_BINARY, _BOOL = (
+    arrow_type.id
+    for arrow_type in (pa.list_(pa.null()), pa.string(), pa.large_binary(), pa.bool_())
+)
+
+
+def _valid(array: pa.Array) -> np.ndarray:
+    """[len] bool: where the array, which has nulls, has values."""
+    bits = np.frombuffer(array.buffers()[0], np.uint8)
+    end = array.offset + len(array)
+    return np.unpackbits(bits, count=end, bitorder="little")[array.offset :].view(bool)
+
+
+def _offsets(array: pa.Array, width: Any) -> np.ndarray:
+    """[len + 1] where each value begins and the last one ends."""
+    buffer = array.buffers()[1]
+    if buffer is None or len(array) == 0:
+        return np.zeros(len(array) + 1, width)
+    return np.frombuffer(buffer, width, len(array) + 1, array.offset * width().nbytes)
 
 
 def _view(data: Any) -> memoryview:
