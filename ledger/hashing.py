@@ -11,6 +11,7 @@ digest a stream) and the content hash of a row (its slice of every stream) are m
 from __future__ import annotations
 
 import functools
+import json
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
 
-from ledger.canonical import canonical_json
 from ledger.fields import Column
 from ledger.schema import columns_of, table_kind, table_layout, type_name
 
@@ -89,8 +89,7 @@ def sliced_column_digests(batch: pa.RecordBatch, bounds: Sequence[int]) -> list[
     for column in columns_of(kind, layout):
         array = _as_declared(batch.column(column.name), column.type)
         streams = [
-            (memoryview(data), ends.tolist())
-            for data, ends in _with_validity(column, array, edges)
+            (_view(data), ends.tolist()) for data, ends in _with_validity(column, array, edges)
         ]
         head = _digest_head(column)
         for i in range(slices):
@@ -191,7 +190,10 @@ def multiset_digest(hashes: dict[str, list[bytes]]) -> bytes:
 
 def idempotency_key(branch: str, producer: str, epoch: int, producer_seq: int) -> str:
     """The text under which a commit is made at most once, with the branch it goes to."""
-    return canonical_json([branch, producer, epoch, producer_seq])
+    # As canonical_json, of texts and whole numbers: every append pays for it.
+    return json.dumps(
+        [branch, producer, epoch, producer_seq], separators=(",", ":"), ensure_ascii=False
+    )
 
 
 def chain_link(

@@ -1,7 +1,8 @@
-"""Hot segments: one uncompressed Arrow IPC file for the rows of one kind in one commit.
+"""Hot segments: uncompressed Arrow IPC files, each with the rows of one kind.
 
 A file is named by its hash. It says in its own metadata who wrote it (run, branch, producer, epoch,
-number), so that a catalog can be made from the files.
+number), so that a catalog can be made from the files. One that was written for several appends at
+once holds a segment of each, one after the other, and names them all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from ledger.canonical import canonical_json
 from ledger.errors import Corrupt, explain
 from ledger.hashing import file_hash
 
@@ -22,6 +22,7 @@ __all__ = [
     "Identity",
     "SegmentFile",
     "hot_folder",
+    "read_identities",
     "read_identity",
     "segment_file",
     "serialise",
@@ -29,6 +30,7 @@ __all__ = [
 
 HOT_FORMAT = "arrow-ipc"
 _IDENTITY = b"ledger.identity"
+_IDENTITIES = b"ledger.identities"
 _IN_PIECES_FROM_BYTES = 1 << 18
 """Smaller segments are copied into one buffer, which costs less than handing over the pieces."""
 
@@ -64,10 +66,21 @@ def hot_folder(run_id: str, kind: str) -> str:
     return f"runs/{run_id}/hot/{kind}"
 
 
-def serialise(table: pa.Table, identity: Identity) -> list[Any]:
-    """The bytes of a hot segment, in pieces; large ones lie in the table's own memory."""
+def serialise(table: pa.Table, *segments: tuple[Identity, int] | Identity) -> list[Any]:
+    """The bytes of a hot file, in pieces; large ones lie in the table's own memory.
+
+    `segments` are the segments that the table holds, in order: identities with their rows, which
+    may be left out of an only one.
+    """
     metadata = dict(table.schema.metadata)
-    metadata[_IDENTITY] = canonical_json(identity).encode()
+    if len(segments) == 1:
+        (only,) = segments
+        identity = only if isinstance(only, Identity) else only[0]
+        metadata[_IDENTITY] = _json(dataclasses.asdict(identity))
+    else:
+        metadata[_IDENTITIES] = _json(
+            [dataclasses.asdict(identity) | {"rows": rows} for identity, rows in segments]  # type: ignore[misc]
+        )
     whole = table.combine_chunks().replace_schema_metadata(metadata)
     if whole.nbytes >= _IN_PIECES_FROM_BYTES:
         pieces = _Pieces()
@@ -81,6 +94,11 @@ def serialise(table: pa.Table, identity: Identity) -> list[Any]:
     with pa.ipc.new_file(buffer, whole.schema) as writer:
         writer.write_table(whole)
     return [buffer.getvalue()]
+
+
+def _json(value: Any) -> bytes:
+    # As canonical_json, of what has only texts and whole numbers in it: every append pays for it.
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def segment_file(folder: str, rows: int, pieces: Sequence[Any]) -> SegmentFile:
@@ -126,12 +144,37 @@ class _Pieces:
 
 
 def read_identity(table: pa.Table) -> Identity:
-    """The identity in a segment's metadata.
+    """The identity in the metadata of a file that holds one segment.
 
     Raises:
-        Corrupt: it has none.
+        Corrupt: it has none, or several.
     """
+    found = read_identities(table)
+    if len(found) != 1:
+        raise Corrupt(
+            explain("a segment does not say who wrote it", expected="one", found=len(found))
+        )
+    return found[0][0]
+
+
+def read_identities(table: pa.Table) -> list[tuple[Identity, int, int]]:
+    """The segments in a hot file, by its metadata: identity, first row, number of rows.
+
+    `table` is the whole file, or a slice of it: the rows are those of the file.
+
+    Raises:
+        Corrupt: it says nothing, or not what can be.
+    """
+    metadata = table.schema.metadata or {}
     try:
-        return Identity(**json.loads(table.schema.metadata[_IDENTITY]))
+        if _IDENTITY in metadata:
+            return [(Identity(**json.loads(metadata[_IDENTITY])), 0, table.num_rows)]
+        found = []
+        offset = 0
+        for fields in json.loads(metadata[_IDENTITIES]):
+            rows = int(fields.pop("rows"))
+            found.append((Identity(**fields), offset, rows))
+            offset += rows
+        return found
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(explain("a segment does not say who wrote it", found=repr(error))) from error

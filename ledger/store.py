@@ -24,6 +24,7 @@ from ledger.catalog.records import (
     SegmentInfo,
     VersionInfo,
 )
+from ledger.commit_queue import CommitQueue
 from ledger.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -71,6 +72,7 @@ class Ledger:
         """Readers' own: what they put together, for the next reader to build upon."""
         self._sessions: SessionPool | None = None
         self.index = SegmentIndex(catalog, self.segments)
+        self._queues: dict[str, CommitQueue] = {}
         self._lock = threading.Lock()
 
     @property
@@ -121,6 +123,8 @@ class Ledger:
         """Write the links that are due, and close. Tables that were read stay valid."""
         if self._sessions is not None:
             self._sessions.close()
+        for queue in self._queues.values():
+            queue.close()
         self.exporter.close()
         self.catalog.close()
         self.store.close()
@@ -421,6 +425,14 @@ class Ledger:
         from ledger.follow import follow
 
         return follow(self, run_id, since, kinds=kinds, branch=branch, poll_s=poll_s, stop=stop)
+
+    def commit_queue(self, run_id: str) -> CommitQueue:
+        """Where this process's appends to a run wait for each other, to be stored together."""
+        with self._lock:
+            queue = self._queues.get(run_id)
+            if queue is None:
+                queue = self._queues[run_id] = CommitQueue(self, run_id)
+            return queue
 
     def lookup(self, run_id: str) -> LedgerLookup:
         """What checks of new events need to know of stored ones."""

@@ -25,7 +25,7 @@ from ledger.hashing import (
     digest_of_columns,
     idempotency_key,
 )
-from ledger.segment import Identity, read_identity
+from ledger.segment import HOT_FORMAT, Identity, read_identities
 from ledger.segment_reader import SegmentReader
 from ledger.verify_checkpoints import compare_checkpoint
 from ledger.writer import content_hash
@@ -244,7 +244,7 @@ class _RunCheck:
         logical = digest_of_columns(s.kind, s.layout, table.num_rows, digests)
         self._same(where, "its logical hash", s.logical_hash, logical)
         self._same(where, "the ranges of its columns", ranges_of(table), dict(s.ranges))
-        if s.file.row_offset == 0 and s.file.path.endswith(".arrow"):
+        if s.file.format == HOT_FORMAT:
             part = len(self._parts.get(s.commit_seq, []))
             identity = Identity(
                 commit.run_id,
@@ -254,7 +254,10 @@ class _RunCheck:
                 commit.producer_seq,
                 part,
             )
-            self._same(where, "who wrote it", identity, read_identity(table))
+            wrote = (identity, s.file.row_offset, s.rows)
+            named = [who for who in read_identities(table) if who[1] == s.file.row_offset]
+            if [wrote] != named:
+                self._find(where, "who wrote it", wrote, named)
         return table, digests
 
     def commits(self) -> None:

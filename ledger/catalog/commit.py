@@ -1,54 +1,84 @@
-"""The commit point: one transaction that gives an append its place, or does nothing."""
+"""The commit point: one transaction that gives appends their places, or does nothing.
+
+A transaction may take the appends of many writers. Each keeps a commit of its own, with its key and
+its links in the chain; one that is refused leaves nothing, and the others as they are.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from ledger.catalog import tables as t
-from ledger.catalog.queries import ancestry, select_in
-from ledger.catalog.records import Consumed, Forked, PendingCommit, Published, Receipt
+from ledger.catalog.consequences import add_branch, add_consumption, add_version
+from ledger.catalog.driver import Driver, Statement
+from ledger.catalog.engine import Catalog
+from ledger.catalog.records import PendingCommit, Receipt
 from ledger.catalog.retire import retire_rows
 from ledger.errors import (
     AlreadyExists,
     Conflict,
     FencedOff,
     IdempotencyConflict,
+    LedgerError,
     NotFound,
     explain,
 )
 from ledger.hashing import chain_link, idempotency_key
 
-__all__ = ["begin_epoch", "commit", "find_receipt", "lock_run"]
+__all__ = ["begin_epoch", "commit_all", "find_receipt", "is_taken", "lock_run"]
 
-# Built once: to put a statement together takes SQLAlchemy longer than SQLite takes to run it.
 _run: sa.BindParameter[str] = sa.bindparam("of_run")
-_HEAD = (
+_HEAD_QUERY = (
     sa.select(t.runs.c.head_seq, t.runs.c.head_chain)
     .where(t.runs.c.run_id == _run)
     .with_for_update()
 )
-_MOVE_HEAD = (
+_HEAD = Statement(_HEAD_QUERY)
+_MOVE_HEAD = Statement(
     t.runs.update()
     .where(t.runs.c.run_id == _run)
     .values(head_seq=sa.bindparam("to_seq"), head_chain=sa.bindparam("to_chain"))
 )
-_EPOCH = sa.select(t.producers.c.epoch).where(
-    t.producers.c.run_id == _run, t.producers.c.producer == sa.bindparam("of_producer")
+# Apart from the head: what was committed while PostgreSQL waited for its lock must be seen here.
+_STANDING = Statement(
+    sa.select(
+        t.producers.c.epoch,
+        t.branches.c.name,
+        t.commits.c.content_hash,
+        t.commits.c.branch,
+        t.commits.c.first_seq,
+        t.commits.c.last_seq,
+        t.commits.c.chain,
+    )
+    .select_from(
+        t.producers.outerjoin(
+            t.branches,
+            (t.branches.c.run_id == t.producers.c.run_id)
+            & (t.branches.c.name == sa.bindparam("of_branch")),
+        ).outerjoin(
+            t.commits,
+            (t.commits.c.run_id == t.producers.c.run_id)
+            & (t.commits.c.producer == t.producers.c.producer)
+            & (t.commits.c.epoch == sa.bindparam("of_epoch"))
+            & (t.commits.c.producer_seq == sa.bindparam("of_number")),
+        )
+    )
+    .where(t.producers.c.run_id == _run, t.producers.c.producer == sa.bindparam("of_producer"))
 )
-_COMMIT_OF_KEY = sa.select(t.commits).where(
-    t.commits.c.run_id == _run,
-    t.commits.c.producer == sa.bindparam("of_producer"),
-    t.commits.c.epoch == sa.bindparam("of_epoch"),
-    t.commits.c.producer_seq == sa.bindparam("of_number"),
+_TAKEN = Statement(
+    sa.select(t.commits.c.first_seq).where(
+        t.commits.c.run_id == _run,
+        t.commits.c.producer == sa.bindparam("of_producer"),
+        t.commits.c.epoch == sa.bindparam("of_epoch"),
+        t.commits.c.producer_seq == sa.bindparam("of_number"),
+    )
 )
-_BRANCH = sa.select(t.branches.c.name).where(
-    t.branches.c.run_id == _run, t.branches.c.name == sa.bindparam("of_name")
-)
-_ADD_COMMIT, _ADD_SEGMENTS, _ADD_LOCATIONS = (
-    table.insert() for table in (t.commits, t.segments, t.locations)
+_ADD_COMMIT, _ADD_SEGMENT, _ADD_LOCATION = (
+    Statement(table.insert()) for table in (t.commits, t.segments, t.locations)
 )
 
 
@@ -60,10 +90,14 @@ def lock_run(connection: sa.Connection, run_id: str) -> tuple[int, bytes]:
     Raises:
         NotFound: no such run.
     """
-    row = connection.execute(_HEAD, {"of_run": run_id}).first()
+    row = connection.execute(_HEAD_QUERY, {"of_run": run_id}).first()
     if row is None:
-        raise NotFound(explain("a run was not found", on=run_id))
+        raise _no_run(run_id)
     return int(row.head_seq), bytes(row.head_chain)
+
+
+def _no_run(run_id: str) -> NotFound:
+    return NotFound(explain("a run was not found", on=run_id))
 
 
 def begin_epoch(connection: sa.Connection, run_id: str, producer: str) -> int:
@@ -78,15 +112,45 @@ def begin_epoch(connection: sa.Connection, run_id: str, producer: str) -> int:
     return int(epoch) + 1
 
 
-def find_receipt(connection: sa.Connection, pending: PendingCommit) -> Receipt | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Earlier:
+    """What is committed under a key already."""
+
+    content_hash: bytes
+    branch: str
+    receipt: Receipt
+
+
+def find_receipt(driver: Driver, pending: PendingCommit) -> Receipt | None:
     """The receipt of an earlier commit with the same key and content; None where there is none.
 
     Raises:
         FencedOff: a newer epoch of the producer has begun.
         IdempotencyConflict: the key is taken by other content.
     """
-    of_producer = {"of_run": pending.run_id, "of_producer": pending.producer}
-    newest = connection.execute(_EPOCH, of_producer).scalar()
+    earlier, _ = _standing(driver, pending)
+    return None if earlier is None else _same(pending, earlier)
+
+
+def is_taken(driver: Driver, run_id: str, producer: str, epoch: int, number: int) -> bool:
+    """Whether there is a commit under a key."""
+    key = {"of_run": run_id, "of_producer": producer, "of_epoch": epoch, "of_number": number}
+    return driver.first(_TAKEN, key) is not None
+
+
+def _standing(driver: Driver, pending: PendingCommit) -> tuple[_Earlier | None, bool]:
+    """What is committed under the key, and whether the branch is there. Raises: FencedOff."""
+    row = driver.first(
+        _STANDING,
+        {
+            "of_run": pending.run_id,
+            "of_producer": pending.producer,
+            "of_branch": pending.branch,
+            "of_epoch": pending.epoch,
+            "of_number": pending.producer_seq,
+        },
+    )
+    newest = None if row is None else row[0]
     if newest != pending.epoch:
         raise FencedOff(
             explain(
@@ -97,270 +161,201 @@ def find_receipt(connection: sa.Connection, pending: PendingCommit) -> Receipt |
                 do="stop this process: another one writes under the same producer name",
             )
         )
-    key = {"of_epoch": pending.epoch, "of_number": pending.producer_seq}
-    row = connection.execute(_COMMIT_OF_KEY, of_producer | key).first()
-    if row is None:
-        return None
-    if bytes(row.content_hash) != pending.content_hash or row.branch != pending.branch:
+    _, branch, content_hash, of_branch, first, last, chain = row
+    earlier = None
+    if first is not None:
+        earlier = _Earlier(bytes(content_hash), of_branch, Receipt(first, last, bytes(chain)))
+    return earlier, branch is not None
+
+
+def _same(pending: PendingCommit, earlier: _Earlier) -> Receipt:
+    """The earlier receipt, if it was for the same append. Raises: IdempotencyConflict."""
+    if (earlier.content_hash, earlier.branch) != (pending.content_hash, pending.branch):
         raise IdempotencyConflict(
             explain(
                 "an append was refused: its key is taken by other content",
                 on=f"run {pending.run_id!r}, key "
-                + idempotency_key(row.branch, row.producer, row.epoch, row.producer_seq),
-                expected=f"content {bytes(row.content_hash).hex()} on branch {row.branch!r}",
+                + idempotency_key(
+                    earlier.branch, pending.producer, pending.epoch, pending.producer_seq
+                ),
+                expected=f"content {earlier.content_hash.hex()} on branch {earlier.branch!r}",
                 found=f"content {pending.content_hash.hex()} on branch {pending.branch!r}",
                 do="give each append its own producer_seq; repeat one only with the same events",
             )
         )
-    return Receipt(int(row.first_seq), int(row.last_seq), bytes(row.chain))
+    return earlier.receipt
 
 
-def commit(connection: sa.Connection, pending: PendingCommit) -> Receipt:
-    """Give the segments their numbers and links, and add them with all that derives from them.
+def commit_all(
+    catalog: Catalog, run_id: str, pendings: Sequence[PendingCommit]
+) -> list[Receipt | LedgerError]:
+    """Add the commits of `pendings`, in order, after the run's head; what became of each.
 
-    Every file of `pending` must be durable already. To be called in a write transaction; only its
-    end makes the commit.
+    Every file of `pendings` must be durable already. One transaction takes all: on return the
+    commits that got receipts are durable. The errors are those of single appends that the catalog
+    refuses (FencedOff, IdempotencyConflict, Conflict, NotFound, AlreadyExists).
 
     Raises:
-        FencedOff, IdempotencyConflict: as find_receipt.
-        Conflict: a version, branch or sample is taken or unknown; nothing is added.
+        NotFound: no such run.
+        StorageFailed, Corrupt: the catalog did not take the transaction; nothing was added, or all
+            was and only the answer got lost.
     """
-    head_seq, chain = lock_run(connection, pending.run_id)
-    earlier = find_receipt(connection, pending)
-    if earlier is not None:
-        return earlier
-    base = head_seq + 1
-    if pending.forked is not None:
-        _add_branch(connection, pending.run_id, pending.forked, base, head_seq)
-    elif not _branch_exists(connection, pending.run_id, pending.branch):
-        raise NotFound(
-            explain(
-                "an append was refused: its branch is not there",
-                on=f"run {pending.run_id!r}, branch {pending.branch!r}",
-                do="begin a branch with Ledger.fork",
-            )
-        )
-    key = idempotency_key(pending.branch, pending.producer, pending.epoch, pending.producer_seq)
-    segment_rows: list[dict[str, Any]] = []
-    location_rows: list[dict[str, Any]] = []
-    seq = base
-    for s in pending.segments:
-        chain = chain_link(chain, seq, s.kind, s.file.rows, s.logical_hash, key)
-        row: dict[str, Any] = {
-            "run_id": pending.run_id,
-            "first_seq": seq,
-            "rows": s.file.rows,
-            "kind": s.kind,
-            "layout": s.layout,
-            "branch": pending.branch,
-            "commit_seq": base,
-            "logical_hash": s.logical_hash,
-            "chain": chain,
-        }
-        for name in t.RANGES:
-            row[f"min_{name}"], row[f"max_{name}"] = s.ranges.get(name, (None, None))
-        segment_rows.append(row)
-        location_rows.append(
-            {
-                "run_id": pending.run_id,
-                "first_seq": seq,
-                "path": s.file.path,
-                "format": s.file.format,
-                "row_offset": s.file.row_offset,
-                "rows": s.file.rows,
-                "file_hash": s.file.file_hash,
-                "size_bytes": s.file.size_bytes,
-            }
-        )
-        seq += s.file.rows
-    last = seq - 1
-    connection.execute(
-        _ADD_COMMIT,
-        {
-            "run_id": pending.run_id,
-            "first_seq": base,
-            "last_seq": last,
-            "branch": pending.branch,
-            "producer": pending.producer,
-            "epoch": pending.epoch,
-            "producer_seq": pending.producer_seq,
-            "content_hash": pending.content_hash,
-            "chain": chain,
-            "committed_at": pending.committed_at,
-        },
-    )
-    connection.execute(_ADD_SEGMENTS, segment_rows)
-    connection.execute(_ADD_LOCATIONS, location_rows)
-    for published in pending.published:
-        _add_version(connection, pending, published, base)
-    for consumed in pending.consumed:
-        _add_consumption(connection, pending, consumed, base)
-    for retired in pending.retired:
-        retire_rows(connection, pending.run_id, pending.branch, retired, base)
-    connection.execute(_MOVE_HEAD, {"of_run": pending.run_id, "to_seq": last, "to_chain": chain})
-    return Receipt(base, last, chain)
-
-
-def _branch_exists(connection: sa.Connection, run_id: str, name: str) -> bool:
-    return connection.execute(_BRANCH, {"of_run": run_id, "of_name": name}).first() is not None
-
-
-def _add_branch(
-    connection: sa.Connection, run_id: str, forked: Forked, base: int, head_seq: int
-) -> None:
-    where = f"run {run_id!r}, branch {forked.branch!r}"
-    if _branch_exists(connection, run_id, forked.branch):
-        raise AlreadyExists(
-            explain("a branch was not begun: it is there already", on=where, do="name it otherwise")
-        )
-    if not _branch_exists(connection, run_id, forked.parent):
-        raise NotFound(
-            explain(
-                "a branch was not begun: its parent is not there", on=where, found=forked.parent
-            )
-        )
-    if not 0 <= forked.fork_seq <= head_seq:
-        raise Conflict(
-            explain(
-                "a branch was not begun: it leaves its parent at an event that is not there",
-                on=where,
-                expected=f"fork_seq from 0 to {head_seq}",
-                found=forked.fork_seq,
-            )
-        )
-    if forked.weight_version not in _known_versions(connection, run_id, [forked.weight_version]):
-        raise Conflict(
-            explain(
-                "a branch was not begun: its weight version was never published",
-                on=where,
-                found=f"version {forked.weight_version}",
-            )
-        )
-    connection.execute(
-        t.branches.insert().values(
-            run_id=run_id,
-            name=forked.branch,
-            parent=forked.parent,
-            fork_seq=forked.fork_seq,
-            fork_version=forked.weight_version,
-            seq=base + forked.offset,
-        )
+    if catalog.kind == "sqlite" and not any(map(_has_consequences, pendings)):
+        with catalog.write_directly() as driver:
+            return _add_all(driver, None, run_id, pendings)
+    # Run again after a lost acknowledgement, it finds its own commits by their keys.
+    return catalog.transact(
+        lambda connection: _add_all(Driver(connection), connection, run_id, pendings)
     )
 
 
-def _known_versions(
-    connection: sa.Connection, run_id: str, versions: Sequence[int]
-) -> dict[int, str]:
-    """Version → branch, for those of `versions` that the run has."""
-    rows = select_in(
-        connection,
-        sa.select(t.versions.c.weight_version, t.versions.c.branch).where(
-            t.versions.c.run_id == run_id
-        ),
-        t.versions.c.weight_version,
-        versions,
-    )
-    return {int(row.weight_version): row.branch for row in rows}
+def _add_all(
+    driver: Driver,
+    connection: sa.Connection | None,
+    run_id: str,
+    pendings: Sequence[PendingCommit],
+) -> list[Receipt | LedgerError]:
+    batch = _Batch(driver, connection, run_id)
+    outcomes: list[Receipt | LedgerError] = []
+    for pending in pendings:
+        try:
+            outcomes.append(batch.add(pending))
+        except (AlreadyExists, Conflict, NotFound) as error:
+            outcomes.append(error)
+    batch.finish()
+    return outcomes
 
 
-def _add_version(
-    connection: sa.Connection, pending: PendingCommit, published: Published, base: int
-) -> None:
-    version, parent = published.weight_version, published.parent_version
-    where = f"run {pending.run_id!r}, weight version {version}"
-    known = _known_versions(
-        connection, pending.run_id, [version] if parent is None else [version, parent]
-    )
-    if version in known:
-        raise Conflict(
-            explain(
-                "weights were not published: the version is there already",
-                on=where,
-                expected="a version that is new in the run",
-                found=f"published on branch {known[version]!r}",
-                do="number versions with ledger.numbering, by the branch",
-            )
-        )
-    if parent is not None and parent not in known:
-        raise Conflict(
-            explain(
-                "weights were not published: their parent version is not there",
-                on=where,
-                expected="a parent that was published before",
-                found=f"version {parent}",
-            )
-        )
-    if parent is None:
-        first = connection.execute(
-            sa.select(sa.func.min(t.versions.c.weight_version)).where(
-                t.versions.c.run_id == pending.run_id
-            )
-        ).scalar()
-        if first is not None:
-            raise Conflict(
+def _has_consequences(pending: PendingCommit) -> bool:
+    return bool(pending.forked or pending.published or pending.consumed or pending.retired)
+
+
+class _Batch:
+    """The commits of one transaction, numbered and linked one after the other."""
+
+    def __init__(self, driver: Driver, connection: sa.Connection | None, run_id: str) -> None:
+        row = driver.first(_HEAD, {"of_run": run_id})
+        if row is None:
+            raise _no_run(run_id)
+        self._driver = driver
+        self._connection = connection
+        self._run_id = run_id
+        self._begun = self._head = int(row[0])
+        self._chain = bytes(row[1])
+        self._new: dict[tuple[str, int, int], _Earlier] = {}
+        self._commits: list[dict[str, Any]] = []
+        self._segments: list[dict[str, Any]] = []
+        self._locations: list[dict[str, Any]] = []
+
+    def add(self, pending: PendingCommit) -> Receipt:
+        """Give an append its place. Raises what refuses it; then it has left nothing."""
+        earlier, has_branch = _standing(self._driver, pending)
+        key = (pending.producer, pending.epoch, pending.producer_seq)
+        earlier = self._new.get(key, earlier)
+        if earlier is not None:
+            return _same(pending, earlier)
+        if pending.forked is None and not has_branch:
+            raise NotFound(
                 explain(
-                    "weights were not published: only a run's first version has no parent",
-                    on=where,
-                    expected="a parent version",
-                    found=f"none, and version {first} is there already",
+                    "an append was refused: its branch is not there",
+                    on=f"run {pending.run_id!r}, branch {pending.branch!r}",
+                    do="begin a branch with Ledger.fork",
                 )
             )
-    connection.execute(
-        t.versions.insert().values(
-            run_id=pending.run_id,
-            weight_version=version,
-            parent_version=parent,
-            branch=pending.branch,
-            step=published.step,
-            root=published.root,
-            seq=base + published.offset,
-        )
-    )
+        if _has_consequences(pending):
+            receipt = self._add_with_consequences(pending)
+        else:
+            receipt = self._add(pending)
+        self._new[key] = _Earlier(pending.content_hash, pending.branch, receipt)
+        return receipt
 
+    def _add_with_consequences(self, pending: PendingCommit) -> Receipt:
+        connection = self._connection
+        if connection is None:
+            raise RuntimeError("a commit with consequences was added to a plain transaction")
+        self._flush()
+        before = self._head, self._chain
+        base = self._head + 1
+        try:
+            # Taken back to here where it is refused: the others of the transaction stay.
+            with connection.begin_nested():
+                if pending.forked is not None:
+                    add_branch(connection, self._run_id, pending.forked, base, self._head)
+                receipt = self._add(pending)
+                self._flush()
+                for published in pending.published:
+                    add_version(connection, pending, published, base)
+                for consumed in pending.consumed:
+                    add_consumption(connection, pending, consumed, base)
+                for retired in pending.retired:
+                    retire_rows(connection, pending.run_id, pending.branch, retired, base)
+        except LedgerError:
+            self._head, self._chain = before
+            raise
+        return receipt
 
-def _add_consumption(
-    connection: sa.Connection, pending: PendingCommit, consumed: Consumed, base: int
-) -> None:
-    """Note what a step trained on; refuse a sample that its lineage has trained on before."""
-    if not consumed.indices:
-        return
-    lineage = ancestry(connection, pending.run_id, pending.branch)
-    visible = sa.or_(
-        *(
-            (t.consumption.c.branch == name)
-            if limit is None
-            else (t.consumption.c.branch == name) & (t.consumption.c.seq <= limit)
-            for name, limit in lineage
-        )
-    )
-    taken = select_in(
-        connection,
-        sa.select(t.consumption).where(t.consumption.c.run_id == pending.run_id, visible),
-        t.consumption.c.sample_index,
-        consumed.indices,
-    )
-    if taken:
-        first = min(taken, key=lambda row: row.sample_index)
-        raise Conflict(
-            explain(
-                f"a step was not committed: {len(taken)} of its samples were trained on before",
-                on=f"run {pending.run_id!r}, branch {pending.branch!r}, sample "
-                f"{first.sample_index}",
-                expected="samples that no earlier step of the lineage consumed",
-                found=f"step {consumed.step} wants it; step {first.step} on branch "
-                f"{first.branch!r} consumed it",
-            )
-        )
-    connection.execute(
-        t.consumption.insert(),
-        [
-            {
-                "run_id": pending.run_id,
+    def _add(self, pending: PendingCommit) -> Receipt:
+        key = idempotency_key(pending.branch, pending.producer, pending.epoch, pending.producer_seq)
+        base = seq = self._head + 1
+        chain = self._chain
+        for s in pending.segments:
+            chain = chain_link(chain, seq, s.kind, s.file.rows, s.logical_hash, key)
+            row: dict[str, Any] = {
+                "run_id": self._run_id,
+                "first_seq": seq,
+                "rows": s.file.rows,
+                "kind": s.kind,
+                "layout": s.layout,
                 "branch": pending.branch,
-                "sample_index": index,
-                "step": consumed.step,
-                "seq": base + consumed.offset,
+                "commit_seq": base,
+                "logical_hash": s.logical_hash,
+                "chain": chain,
             }
-            for index in consumed.indices
-        ],
-    )
+            for name in t.RANGES:
+                row[f"min_{name}"], row[f"max_{name}"] = s.ranges.get(name, (None, None))
+            self._segments.append(row)
+            self._locations.append(
+                {
+                    "run_id": self._run_id,
+                    "first_seq": seq,
+                    "path": s.file.path,
+                    "format": s.file.format,
+                    "row_offset": s.file.row_offset,
+                    "rows": s.file.rows,
+                    "file_hash": s.file.file_hash,
+                    "size_bytes": s.file.size_bytes,
+                }
+            )
+            seq += s.file.rows
+        last = seq - 1
+        self._commits.append(
+            {
+                "run_id": self._run_id,
+                "first_seq": base,
+                "last_seq": last,
+                "branch": pending.branch,
+                "producer": pending.producer,
+                "epoch": pending.epoch,
+                "producer_seq": pending.producer_seq,
+                "content_hash": pending.content_hash,
+                "chain": chain,
+                "committed_at": pending.committed_at,
+            }
+        )
+        self._head, self._chain = last, chain
+        return Receipt(base, last, chain)
+
+    def _flush(self) -> None:
+        self._driver.many(_ADD_COMMIT, self._commits)
+        self._driver.many(_ADD_SEGMENT, self._segments)
+        self._driver.many(_ADD_LOCATION, self._locations)
+        self._commits, self._segments, self._locations = [], [], []
+
+    def finish(self) -> None:
+        """Write what is not written yet, and move the run's head."""
+        self._flush()
+        if self._head != self._begun:
+            self._driver.run(
+                _MOVE_HEAD,
+                {"of_run": self._run_id, "to_seq": self._head, "to_chain": self._chain},
+            )

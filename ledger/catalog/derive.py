@@ -6,16 +6,18 @@ All of it follows from the stored events, so that a lost catalog can be made aga
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ledger.catalog.records import Consumed, Forked, Published, Retired
 from ledger.catalog.tables import RANGES
 
-__all__ = ["Derived", "derive", "ranges_of"]
+__all__ = ["NOTHING_DERIVED", "Derived", "derive", "ranges_of", "sliced_ranges"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +28,9 @@ class Derived:
     published: tuple[Published, ...]
     consumed: tuple[Consumed, ...]
     retired: tuple[Retired, ...]
+
+
+NOTHING_DERIVED = Derived((), (), (), ())
 
 
 def derive(tables: Mapping[str, pa.Table]) -> Derived:
@@ -67,4 +72,26 @@ def ranges_of(table: pa.Table) -> dict[str, tuple[int, int]]:
             ends = pc.min_max(table.column(name)).as_py()
             if ends["min"] is not None:
                 found[name] = (ends["min"], ends["max"])
+    return found
+
+
+def sliced_ranges(batch: pa.RecordBatch, bounds: Sequence[int]) -> list[dict[str, tuple[int, int]]]:
+    """For each slice of rows, bounds[i] to bounds[i + 1], none empty, what `ranges_of` gives."""
+    found: list[dict[str, tuple[int, int]]] = [{} for _ in bounds[1:]]
+    names = batch.schema.names
+    for name in RANGES:
+        if name not in names:
+            continue
+        array = batch.column(name)
+        if array.null_count:
+            for i, (low, high) in enumerate(itertools.pairwise(bounds)):
+                ends = pc.min_max(array.slice(low, high - low)).as_py()
+                if ends["min"] is not None:
+                    found[i][name] = (ends["min"], ends["max"])
+            continue
+        values = array.to_numpy()
+        least = np.minimum.reduceat(values, bounds[:-1]).tolist()
+        largest = np.maximum.reduceat(values, bounds[:-1]).tolist()
+        for i, ends in enumerate(zip(least, largest, strict=True)):
+            found[i][name] = ends
     return found

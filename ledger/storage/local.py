@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,7 @@ class LocalStore:
                 target = self._at(path)
                 folders[target.parent] = None
                 _name_exclusively(target, staged.written.result(), staged.pieces)
-            # Another process may have made a folder and not have synced the way to it yet.
-            new = [folder for folder in folders if folder not in self._reached]
-            way = {up for folder in new for up in folder.parents if up.is_relative_to(self.root)}
-            self._each(_sync_directory, [(folder,) for folder in sorted({*folders, *way})])
-            self._reached.update(new)
+            self._sync_folders(folders)
 
     def discard(self, staged: Sequence[Staged]) -> None:
         """See ObjectStore."""
@@ -84,6 +80,19 @@ class LocalStore:
         except BaseException:
             self.discard(staged)
             raise
+
+    def put_hashed(self, objects: Sequence[tuple[str, Any]]) -> None:
+        """See ObjectStore. A file gets its name before its bytes, and both are synced at once.
+
+        On a journaling file system that is one commit of the journal instead of two.
+        """
+        with _translated("an object was not stored", self.root):
+            folders: dict[Path, None] = {}
+            for path, data in objects:
+                target = self._at(path)
+                folders[target.parent] = None
+                self._write_named(target, data)
+            self._sync_folders(folders)
 
     def stamp(self, path: str) -> Stamp:
         """See ObjectStore."""
@@ -145,6 +154,13 @@ class LocalStore:
         require_path(path)
         return f"{self.root}/{path}"
 
+    def _sync_folders(self, folders: Iterable[Path]) -> None:
+        # Another process may have made a folder and not have synced the way to it yet.
+        new = [folder for folder in folders if folder not in self._reached]
+        way = {up for folder in new for up in folder.parents if up.is_relative_to(self.root)}
+        self._each(_sync_directory, [(folder,) for folder in sorted({*folders, *way})])
+        self._reached.update(new)
+
     def _at(self, path: str) -> Path:
         require_path(path)
         return self.root / path
@@ -152,6 +168,22 @@ class LocalStore:
     def _write_aside(self, temporary: Path, pieces: Sequence[Any]) -> Path:
         self._make_folder(temporary.parent)
         return _write_synced(temporary, pieces)
+
+    def _write_named(self, target: Path, data: Any) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            try:
+                descriptor = os.open(target, flags, 0o644)
+            except FileNotFoundError:
+                self._make_folder(target.parent)
+                descriptor = os.open(target, flags, 0o644)
+        except FileExistsError:
+            # What a crash left, or what another process writes at this moment: nothing is known of
+            # its bytes, but those that belong here are at hand.
+            name = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+            os.replace(_write_synced(target.parent / name, [data]), target)
+            return
+        _write_and_sync(descriptor, target, data)
 
     def _make_folder(self, folder: Path) -> None:
         """With all above it; but a root that was moved away must not come into being again."""
@@ -177,9 +209,7 @@ def _write_synced(temporary: Path, pieces: Sequence[Any]) -> Path:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for piece in pieces:
-            view = memoryview(piece).cast("B")
-            while view.nbytes:
-                view = view[os.write(descriptor, view) :]
+            _write_all(descriptor, piece)
         os.fsync(descriptor)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -187,6 +217,29 @@ def _write_synced(temporary: Path, pieces: Sequence[Any]) -> Path:
     finally:
         os.close(descriptor)
     return temporary
+
+
+def _write_and_sync(descriptor: int, target: Path, data: Any) -> None:
+    try:
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        except BaseException:
+            # Another process may have put its own file here: only the one that is open is undone.
+            own = os.fstat(descriptor).st_ino
+            os.ftruncate(descriptor, 0)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(target).st_ino == own:
+                    os.unlink(target)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, piece: Any) -> None:
+    view = memoryview(piece).cast("B")
+    while view.nbytes:
+        view = view[os.write(descriptor, view) :]
 
 
 def _name_exclusively(target: Path, temporary: Path, pieces: Sequence[Any]) -> None:

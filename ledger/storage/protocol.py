@@ -77,6 +77,16 @@ class ObjectStore(Protocol):
     def put(self, objects: Sequence[tuple[str, Any]]) -> None:
         """Stage and publish every (path, buffer). Raises what `publish` raises."""
 
+    def put_hashed(self, objects: Sequence[tuple[str, Any]]) -> None:
+        """As `put`, of a few small (path, buffer) whose paths hold the hashes of their bytes.
+
+        A crash in the middle may leave other bytes under such a name; nobody refers to them, and
+        the next put replaces them.
+
+        Raises:
+            StorageFailed: the store did not take them.
+        """
+
     def stamp(self, path: str) -> Stamp:
         """Raises: NotFound, StorageFailed."""
 

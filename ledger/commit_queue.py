@@ -1,0 +1,182 @@
+"""Group commit: one thread at a time stores what all threads of a run have to append.
+
+A thread that finds nobody at work leads: it takes every append that waits, stores the small ones
+together, and commits all of them in one transaction. The others wait for their outcome, and one of
+those that came meanwhile leads next. So a lone append waits for nobody, and many share the syncs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ledger.appending import Appending, hash_packed, pack
+from ledger.catalog.commit import commit_all
+from ledger.catalog.records import Receipt
+from ledger.errors import LedgerError, StorageFailed, explain
+
+if TYPE_CHECKING:
+    from ledger.store import Ledger
+
+__all__ = ["CommitQueue"]
+
+_MOST = 512
+"""Appends that one transaction takes."""
+_GATHER_S = 0.002
+"""How long a leader waits, at most, for as many appends as the last one had."""
+
+
+class CommitQueue:
+    """The appends to one run by the threads of this process."""
+
+    def __init__(self, ledger: Ledger, run_id: str) -> None:
+        self._ledger = ledger
+        self._run_id = run_id
+        self._lock = threading.Lock()
+        self._waiting: list[Appending] = []
+        self._led = False
+        """Whether some thread leads."""
+        self._last = 1
+        """Appends that the last leader had."""
+        self._wanted = 0
+        """Appends that the present leader waits for."""
+        self._enough = threading.Event()
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="ledger-commit")
+
+    def submit(self, one: Appending) -> Receipt:
+        """Wait until the append is durable. Raises what refused it, or what the store did."""
+        one.done.acquire()
+        with self._lock:
+            self._waiting.append(one)
+            leads = not self._led
+            self._led = True
+            if self._wanted and len(self._waiting) >= self._wanted:
+                self._enough.set()
+        if not leads:
+            try:
+                one.done.acquire()
+            except BaseException:
+                self._leave(one)
+                raise
+        if one.receipt is None and one.error is None:
+            self._lead()
+        if one.error is not None:
+            raise one.error
+        if one.receipt is None:
+            raise RuntimeError("an append ended without an outcome")
+        return one.receipt
+
+    def close(self) -> None:
+        """End its thread."""
+        self._disk.shutdown()
+
+    def _leave(self, one: Appending) -> None:
+        """This thread was interrupted while it waited: nobody must wait for it."""
+        with self._lock:
+            if one in self._waiting:
+                self._waiting.remove(one)
+                return
+            promoted = one.receipt is None and one.error is None and one.done.locked() is False
+        if promoted:
+            self._hand_on([])
+
+    def _lead(self) -> None:
+        self._gather()
+        with self._lock:
+            batch, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
+        self._last = len(batch)
+        try:
+            self._store(batch)
+        except BaseException as error:
+            for one in batch:
+                if one.receipt is None and one.error is None:
+                    one.error = _unknown(error)
+            raise
+        finally:
+            self._hand_on(batch)
+
+    def _gather(self) -> None:
+        """Where appends come in crowds, let the crowd arrive; never a lone one wait."""
+        wanted = self._last - self._last // 8
+        if wanted < 4:
+            return
+        with self._lock:
+            if len(self._waiting) >= wanted:
+                return
+            self._enough.clear()
+            self._wanted = wanted
+        self._enough.wait(_GATHER_S)
+        self._wanted = 0
+
+    def _hand_on(self, batch: Sequence[Appending]) -> None:
+        with self._lock:
+            successor = self._waiting[0] if self._waiting else None
+            self._led = successor is not None
+        if successor is not None:
+            successor.done.release()
+        for one in batch:
+            one.done.release()
+
+    def _store(self, batch: Sequence[Appending]) -> None:
+        to_pack = [one for one in batch if one.pending is None]
+        if to_pack:
+            self._store_packed(to_pack)
+        ready = [one for one in batch if one.error is None]
+        pendings = [one.pending for one in ready if one.pending is not None]
+        if not pendings:
+            return
+        for one in ready:
+            one.uncertain = True
+        try:
+            outcomes = commit_all(self._ledger.catalog, self._run_id, pendings)
+        except LedgerError as error:
+            for one in ready:
+                one.error = _copy(error)
+            return
+        self._ledger.exporter.notify(self._run_id)
+        for one, outcome in zip(ready, outcomes, strict=True):
+            one.uncertain = False
+            if isinstance(outcome, Receipt):
+                one.receipt = outcome
+            else:
+                one.error = outcome
+
+    def _store_packed(self, appends: Sequence[Appending]) -> None:
+        """Make the rows of small appends durable, and say what the catalog is asked for each."""
+        packs, kept = pack(appends, self._ledger.lookup(self._run_id))
+        files = [file for one in packs for file in one.files]
+        if not files:
+            return
+        objects = [(path, b"".join(pieces)) for path, pieces in files]
+        storing = self._disk.submit(self._ledger.store.put_hashed, objects)
+        try:
+            # Hashed while the disk is busy.
+            for one in packs:
+                hash_packed(one)
+        finally:
+            failed = storing.exception()
+        try:
+            if failed is not None:
+                raise failed
+        except LedgerError as error:
+            for append in kept:
+                append.error = _copy(error)
+
+
+def _copy(error: LedgerError) -> LedgerError:
+    """Each thread raises an error of its own, so that none writes into another's traceback."""
+    made = type(error)(*error.args)
+    made.__cause__ = error.__cause__
+    return made
+
+
+def _unknown(error: BaseException) -> StorageFailed:
+    return StorageFailed(
+        explain(
+            "an append was given up: the thread that stored it was interrupted",
+            found=f"{type(error).__name__}: {error}",
+            do="repeat it: what was committed is not stored twice",
+        )
+    )
