@@ -83,6 +83,10 @@ class MemoryStore:
         staged = self.stage([("", [data]) for _, data in objects])
         self.publish(list(zip((path for path, _ in objects), staged, strict=True)))
 
+    def put_hashed(self, objects: Sequence[tuple[str, Any]]) -> None:
+        """See ObjectStore."""
+        self.put(objects)
+
     def stamp(self, path: str) -> Stamp:
         """See ObjectStore."""
         return self._found(path)[0]

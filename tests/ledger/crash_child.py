@@ -1,6 +1,9 @@
 """Kills an append at every point where the world changes, and looks at what is left.
 
-    python -m tests.ledger.crash_child FOLDER
+    python -m tests.ledger.crash_child FOLDER {packed,alone}
+
+`packed`: a small append, whose files get their names before they are synced. `alone`: one with
+files of its own, written under other names first.
 
 For k = 0, 1, 2, …: a copy of a ledger with one commit; a forked child appends a second commit and
 is killed (SIGKILL) at the k-th point; another child opens what is left, verifies it, repeats the
@@ -21,14 +24,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-
 from ledger import open_ledger
 from ledger.catalog.engine import Catalog
 from ledger.verify import verify_ledger
 from tests.ledger import factory
 
-EVENTS = [factory.score(0, 1.0), factory.responses(0)[0], factory.score(1, 0.0)]
+# With their time, so that a repetition has the same bytes, and so the same file names.
+_SCORES = [factory.score(0, 1.0), factory.score(1, 0.0)]
+_MORE = {"packed": factory.responses(0)[0], "alone": factory.weights(1, 0, 0)}
+EVENTS = [event.evolve(recorded_at=1) for event in (*_SCORES, _MORE[sys.argv[2]])]
 
 
 def arm(at: int) -> None:
@@ -62,19 +66,23 @@ def arm(at: int) -> None:
 
         setattr(os, name, wrapped)
 
-    for name in ("write", "fsync", "link", "rename", "unlink"):
+    def around_transaction(name: str) -> None:
+        real: Callable[..., Any] = getattr(Catalog, name)
+
+        @contextlib.contextmanager
+        def wrapped(self: Catalog) -> Iterator[Any]:
+            point("before transaction")
+            with real(self) as transaction:
+                yield transaction
+                point("before commit")
+            point("after commit")
+
+        setattr(Catalog, name, wrapped)
+
+    for name in ("write", "fsync", "link", "rename", "unlink", "replace"):
         around(name)
-    real_write = Catalog.write
-
-    @contextlib.contextmanager
-    def write(self: Catalog) -> Iterator[sa.Connection]:
-        point("before transaction")
-        with real_write(self) as connection:
-            yield connection
-            point("before commit")
-        point("after commit")
-
-    Catalog.write = write  # type: ignore[method-assign]
+    for name in ("write", "write_directly"):
+        around_transaction(name)
 
 
 def append(folder: Path, at: int) -> int:

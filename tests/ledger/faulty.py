@@ -29,6 +29,14 @@ class FaultyStore:
         """Set when a call has met the closed gate."""
 
     def publish(self, objects: Sequence[tuple[str, Staged]]) -> None:
+        self._call()
+        self.inner.publish(objects)
+
+    def put_hashed(self, objects: Sequence[tuple[str, Any]]) -> None:
+        self._call()
+        self.inner.put_hashed(objects)
+
+    def _call(self) -> None:
         self.calls += 1
         if not self.gate.is_set():
             self.blocked.set()
@@ -36,7 +44,6 @@ class FaultyStore:
         if self.failures:
             self.failures -= 1
             raise StorageFailed(explain("an object was not stored", on="a faulty store"))
-        self.inner.publish(objects)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ledger import open_ledger
 from ledger.verify import verify_ledger
 
@@ -23,13 +25,16 @@ def run(module: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_kill_at_any_point_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
-    child = run("crash_child", str(tmp_path))
+@pytest.mark.parametrize(("way", "naming"), [("packed", "before fsync"), ("alone", "after link")])
+def test_a_kill_at_any_point_loses_nothing_and_repeats_nothing(
+    tmp_path: Path, way: str, naming: str
+) -> None:
+    child = run("crash_child", str(tmp_path), way)
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     lines = out.splitlines()
     points, states = lines[::2], [json.loads(line) for line in lines[1::2]]
-    assert {"before write", "within write", "before fsync", "after link", "before transaction"} < {
+    assert {"before write", "within write", "before fsync", naming, "before transaction"} <= {
         *points
     }
     assert points[-1] == "after commit"
