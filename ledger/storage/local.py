@@ -86,7 +86,7 @@ class LocalStore:
 
         On a journaling file system that is one commit of the journal instead of two.
         """
-        with _translated("an object was not stored", self.root):
+        with _translated("an object was not stored", self.root, missing=StorageFailed):
             folders: dict[Path, None] = {}
             for path, data in objects:
                 target = self._at(path)
