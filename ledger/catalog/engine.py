@@ -17,10 +17,13 @@ from ledger.catalog import postgres, sqlite
 from ledger.catalog.address import kind_of, shown
 from ledger.catalog.driver import Driver, RawDriver
 from ledger.catalog.sqlite import BUSY_TIMEOUT_S, sqlite_url
+from ledger.catalog.turns import Turns
 from ledger.errors import LedgerError, StorageFailed, explain
 
 __all__ = ["BUSY_TIMEOUT_S", "Catalog", "sqlite_url"]
 
+TURNS = "-turns"
+"""What the name of the file has more than that of an SQLite catalog, before which writers wait."""
 _TRIES = 8
 """Times that a transaction is run before being overtaken by others counts as a failure."""
 _RECONNECT_S = 20.0
@@ -56,11 +59,15 @@ class Catalog:
         """Where it is, without any password."""
         self.refusal = refusal
         self._on_close = on_close
+        self._turns: Turns | None = None
         reading: dict[str, Any] = {}
         writing: dict[str, Any] = {sqlite.WRITE: True}
         if self.kind == "sqlite":
             self.engine = sa.create_engine(url, pool_timeout=BUSY_TIMEOUT_S)
             sqlite.configure(self.engine)
+            path = sqlite.file_of(url)
+            if path is not None:
+                self._turns = Turns(path.with_name(path.name + TURNS), BUSY_TIMEOUT_S)
         else:
             try:
                 self.engine = sa.create_engine(
@@ -91,6 +98,7 @@ class Catalog:
         self.require_writable()
         with (
             self._translated("the catalog did not take a commit"),
+            self._turn(),
             self._writing.begin() as connection,
         ):
             yield connection
@@ -128,7 +136,11 @@ class Catalog:
     def write_directly(self) -> Iterator[Driver]:
         """As `write`, for SQLite only, without SQLAlchemy in between: a fraction of the time."""
         self.require_writable()
-        with self._translated("the catalog did not take a commit"), self._raw() as raw:
+        with (
+            self._translated("the catalog did not take a commit"),
+            self._turn(),
+            self._raw() as raw,
+        ):
             cursor = raw.cursor()
             cursor.execute("BEGIN IMMEDIATE")
             try:
@@ -147,6 +159,9 @@ class Catalog:
             return
         with self._translated("the catalog was not read"), self._raw() as raw:
             yield RawDriver(self.engine.dialect, raw.cursor())
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._turns is None else self._turns.turn()
 
     @contextlib.contextmanager
     def _raw(self) -> Iterator[Any]:

@@ -20,6 +20,7 @@ __all__ = [
     "ERRORS",
     "WRITE",
     "configure",
+    "file_of",
     "forget_memory",
     "keep_write_ahead_log",
     "meaning",
@@ -52,6 +53,13 @@ def sqlite_url(path: Path, *, mode: str | None = None) -> sa.URL:
         database=f"file:{quote(str(path))}",
         query={"mode": mode, "uri": "true"},
     )
+
+
+def file_of(url: sa.URL) -> Path | None:
+    """The file of a database that may be written; None of one in memory, or for reading only."""
+    if url.query or not url.database or url.database == ":memory:":
+        return None
+    return Path(url.database)
 
 
 _in_memory: dict[str, tuple[sa.URL, sqlite3.Connection]] = {}

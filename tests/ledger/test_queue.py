@@ -18,6 +18,7 @@ import pytest
 import sqlalchemy as sa
 
 from ledger import Ledger, open_ledger
+from ledger.catalog.driver import Driver
 from ledger.errors import (
     FencedOff,
     InvalidArgument,
@@ -145,18 +146,18 @@ def test_what_the_ledger_refuses_stops_the_queue_and_nothing_else_fails(ledger: 
 
 def test_passing_trouble_and_lost_acknowledgements_store_each_append_once(ledger: Ledger) -> None:
     store = store_of(ledger)
-    real = ledger.catalog.write
+    real = ledger.catalog.write_directly
     lost = [True, False, True]
 
     @contextlib.contextmanager
-    def forgetful() -> Iterator[sa.Connection]:
-        with real() as connection:
-            yield connection
+    def forgetful() -> Iterator[Driver]:
+        with real() as driver:
+            yield driver
         if lost and lost.pop():
             raise StorageFailed("the acknowledgement was lost")
 
     with ledger.queued_writer("r", producer="p") as queue:
-        ledger.catalog.write = forgetful  # type: ignore[method-assign]
+        ledger.catalog.write_directly = forgetful  # type: ignore[method-assign]
         store.failures = 2
         futures = [queue.append([factory.score(n, 1.0)]) for n in range(3)]
         queue.flush()
@@ -268,11 +269,11 @@ def test_given_up_events_are_recorded_as_missing(ledger: Ledger) -> None:
 
 def test_a_gap_says_nothing_of_what_was_stored_after_all(ledger: Ledger) -> None:
     """The acknowledgement is lost for good, so nobody knows; then the caller gives up."""
-    real = ledger.catalog.write
+    real = ledger.catalog.write_directly
     deaf = True
 
     @contextlib.contextmanager
-    def forgetful() -> Iterator[sa.Connection]:
+    def forgetful() -> Iterator[Driver]:
         with real() as connection:
             yield connection
         if deaf:
@@ -284,7 +285,7 @@ def test_a_gap_says_nothing_of_what_was_stored_after_all(ledger: Ledger) -> None
         queue.append([factory.score(0, 1.0)])
         until(store_of(ledger).blocked.is_set)
         queue.append([factory.decide(0, "kept", rollout_step=0)])
-        ledger.catalog.write = forgetful  # type: ignore[method-assign]
+        ledger.catalog.write_directly = forgetful  # type: ignore[method-assign]
         store_of(ledger).gate.set()
         until(lambda: queue.state is QueueState.STOPPED)
         deaf = False
