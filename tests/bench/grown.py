@@ -16,6 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from ledger import Ledger, open_ledger
+from ledger.compact import compact, plan_compaction
 from ledger.events import SampleScored, WeightsPublished
 from ledger.follow import events_after
 from tests.bench.child import in_new_process
@@ -38,6 +39,8 @@ def grown_figures(folder: Path, cache: Path, *, quick: bool) -> Iterator[Figure]
     cache = _of_this_code(cache)
     training = _kept(cache / f"steps-{steps}", lambda new: _train(new, steps))
     yield from _asked(f"{steps:,} steps × {_SAMPLES} samples, hot", training, 1 if quick else 5)
+    sealed = _kept(cache / f"steps-{steps}-sealed", lambda new: _seal(training, new))
+    yield from _asked(f"the same {steps:,} steps, sealed", sealed, 1 if quick else 5)
     few, many = (100, 1000) if quick else (100, 10_000)
     folder.mkdir(parents=True, exist_ok=True)
     ledgers: dict[int, Path] = {}
@@ -90,6 +93,12 @@ def _steps(folder: Path, which: int, steps: int) -> None:
                 writer.append([e for e in events if not isinstance(e, WeightsPublished)])
 
 
+def _seal(hot: Path, folder: Path) -> None:
+    linked_copy(hot, folder)
+    with open_ledger(folder) as ledger:
+        compact(ledger, plan_compaction(ledger))
+
+
 def _commit(folder: Path, commits: int) -> None:
     with new_ledger(folder) as (_, writer), ThreadPoolExecutor(32) as pool:
         for done in [pool.submit(writer.append, [scored(number)]) for number in range(commits)]:
@@ -106,10 +115,9 @@ def _in_two_processes(function: Callable[[Path, int, int], None], folder: Path, 
 def _asked(name: str, ledger: Path, repetitions: int) -> Iterator[Figure]:
     taken = [in_new_process("query", ledger, RUN) for _ in range(repetitions)]
     one = {key: statistics.median(t[key] for t in taken) for key in taken[0]}
-    size = sum(f.stat().st_size for f in ledger.rglob("*") if f.is_file())
-    common = f"imports {one['imports_s']:.2f} s apart; ledger of {size / 1e6:.0f} MB in "
     with open_ledger(ledger) as opened:
-        segments = len(opened.segment_infos(RUN))
+        segments = opened.segment_infos(RUN)
+    files = {s.file.path: s.file.size_bytes for s in segments if s.file is not None}
     yield Figure(
         group=GROUP,
         name=f"{name}: opens, answers the first question",
@@ -118,8 +126,10 @@ def _asked(name: str, ledger: Path, repetitions: int) -> Iterator[Figure]:
         goal=1.0,
         at_most=True,
         unit="s",
-        note=f"the last ten steps; CPU {one['first_cpu_s']:.2f} s; opening {1e3 * one['open_s']:.0f} ms of it; {common}"
-        f"{segments:,} segments; peak memory {one['first_peak_bytes'] / 1e6:.0f} MB",
+        note=f"the last ten steps; CPU {one['first_cpu_s']:.2f} s; opening "
+        f"{1e3 * one['open_s']:.0f} ms of it; imports {one['imports_s']:.2f} s apart; ledger of "
+        f"{sum(files.values()) / 1e6:.0f} MB, {len(segments):,} segments in {len(files):,} files; "
+        f"peak memory {one['first_peak_bytes'] / 1e6:.0f} MB",
         details=one,
     )
     yield Figure(

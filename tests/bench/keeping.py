@@ -1,4 +1,4 @@
-"""Keeping a ledger: checking it and making its catalog again, against the bare work on its bytes.
+"""Keeping a ledger: checking, compacting, a new catalog, against the bare work on its bytes.
 
 For orientation: none of it stands in the way of a training, and none has a goal.
 """
@@ -11,13 +11,14 @@ from pathlib import Path
 from blake3 import blake3
 
 from ledger import open_ledger
+from ledger.compact import compact, plan_compaction
 from ledger.place import place_of
 from ledger.rebuild_catalog import rebuild_catalog
 from ledger.storage import LocalStore
 from ledger.verify import verify_ledger
 from tests.bench.figures import Figure, Timing, interleaved
 from tests.bench.mismatch import write_training
-from tests.bench.samples import RUN, emptied, linked_copy, new_ledger, scored
+from tests.bench.samples import RUN, emptied, linked_copy, new_ledger, scored, write_durably
 
 __all__ = ["keeping_figures"]
 
@@ -25,14 +26,16 @@ GROUP = "keeping a ledger"
 
 
 def keeping_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
-    """Verify large segments; make the catalog of many small commits again."""
+    """Verify and compact large segments; make the catalog of many small commits again."""
     repetitions = 1 if quick else 3
-    yield _verified(folder / "large", 1 if quick else 4, repetitions)
+    large = folder / "large"
+    write_training(emptied(large), 1 if quick else 4, 1 << 17)
+    yield _verified(large, repetitions)
+    yield _compacted(large, folder, repetitions)
     yield _rebuilt(folder, 50 if quick else 500, repetitions)
 
 
-def _verified(root: Path, steps: int, repetitions: int) -> Figure:
-    write_training(emptied(root), steps, 1 << 17)
+def _verified(root: Path, repetitions: int) -> Figure:
     files = sorted(root.rglob("*.arrow"))
     with open_ledger(root) as ledger:
         times = interleaved(
@@ -44,6 +47,27 @@ def _verified(root: Path, steps: int, repetitions: int) -> Figure:
         )
     size = sum(file.stat().st_size for file in files)
     return _figure("verify", "reading and hashing the files", times, size, "hashes the content too")
+
+
+def _compacted(root: Path, folder: Path, repetitions: int) -> Figure:
+    copies = iter([linked_copy(root, folder / f"hot-{n}") for n in range(repetitions + 1)])
+    files = sorted(root.rglob("*.arrow"))
+    raw = emptied(folder / "raw")
+
+    def compacted() -> None:
+        with open_ledger(next(copies)) as ledger:
+            compact(ledger, plan_compaction(ledger))
+
+    times = interleaved(
+        {
+            "raw": lambda: [write_durably(raw, f.name, [f.read_bytes()]) for f in files],
+            "ledger": compacted,
+        },
+        repetitions,
+    )
+    size = sum(file.stat().st_size for file in files)
+    note = "encodes as Parquet, reads it back and hashes its content"
+    return _figure("compact", "reading and writing the files, synced", times, size, note)
 
 
 def _rebuilt(folder: Path, commits: int, repetitions: int) -> Figure:

@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ledger import Ledger, open_ledger
+from ledger.catalog.records import SegmentInfo
 from ledger.compact import compact, plan_compaction
+from ledger.segment import HOT_FORMAT
 from tests.bench.episodes import skewed_routing
 from tests.bench.figures import Figure
 from tests.bench.mismatch import write_training
@@ -37,7 +39,7 @@ def sealed_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
     experts = emptied(folder / "experts")
     with new_ledger(experts) as (ledger, writer):
         random = np.random.default_rng(0)
-        for _ in range(1 if quick else 3):
+        for _ in range(2 if quick else 4):
             writer.append(skewed_routing(4, 500, random))
         what = f"{_SYNTHETIC}: 8 of 128 experts, 48 layers, each with favourites"
         yield _size(ledger, "routing", _OF_ROUTING, 0.9, what)
@@ -90,12 +92,19 @@ def _size(
 
 
 def seal(ledger: Ledger, run_id: str, kinds: Sequence[str]) -> dict[str, list[Path]]:
-    """The sealed files of each kind, made by compaction."""
+    """Compact these kinds; the files of each."""
     report = compact(ledger, plan_compaction(ledger, run_id, kinds))
+    left = [s.kind for s in ledger.segment_infos(run_id) if s.kind in kinds and _hot(s)]
+    if left or ledger.root is None:
+        raise RuntimeError(f"not sealed: {left} of {ledger.uri}")
     made: dict[str, list[Path]] = {kind: [] for kind in kinds}
     for file in report.files:
-        made[file.kind].append(ledger.locate(file.path))
+        made[file.kind].append(ledger.root / file.path)
     return made
+
+
+def _hot(segment: SegmentInfo) -> bool:
+    return segment.file is not None and segment.file.format == HOT_FORMAT
 
 
 def _value_bytes(column: pa.ChunkedArray) -> int:
