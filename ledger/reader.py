@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from ledger.store import Ledger
 
 __all__ = ["Reader"]
+
+_AT_ONCE = 8
+"""Segments that are fetched at the same time."""
 
 
 class Reader:
@@ -209,7 +213,7 @@ class Reader:
         if where is not None:
             return self._join(kind, chosen, read)
         key = (self.run_id, kind, tuple(self._lineage.items()), self._verify, read)
-        done, before = self._ledger.assembled.get(key, (0, None))
+        done, before = self._ledger.assembled.get(key) or (0, None)
         if before is None or done > self.head_seq:
             done, before = 0, None
         table = self._join(kind, [s for s in chosen if s.first_seq > done], read)
@@ -217,7 +221,12 @@ class Reader:
             table = pa.concat_tables([before, table])
         # A table in which this state cuts a segment short cannot be built upon.
         if all(s.last_seq <= self.head_seq for s in chosen[-1:]):
-            self._ledger.assembled[key] = (self.head_seq, table)
+            # What is mapped takes no memory; what was decoded or fetched does.
+            mapped = self._ledger.store.root is not None and not any(
+                s.file is not None and s.file.format == SEALED_FORMAT for s in chosen
+            )
+            size_bytes = 0 if mapped else table.nbytes
+            self._ledger.assembled.put(key, (self.head_seq, table), size_bytes)
         return table
 
     def _join(self, kind: str, chosen: list[SegmentInfo], read: tuple[str, ...] | None) -> pa.Table:
@@ -228,13 +237,11 @@ class Reader:
         if read is not None:
             names = [name for name in names if name in read]
         parts, opened = [], []
-        for s, rows in zip(chosen, self._rows(chosen), strict=True):
-            try:
-                parts.append(self._open(s, None if read is None else names).select(names))
-            except NoLongerKept:
-                continue
-            parts[-1] = parts[-1].slice(0, rows)
-            opened.append(s)
+        found = self._open_all(chosen, None if read is None else names)
+        for s, rows, part in zip(chosen, self._rows(chosen), found, strict=True):
+            if part is not None:
+                parts.append(part.select(names).slice(0, rows))
+                opened.append(s)
         chosen = opened
         own = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
         table = pa.concat_tables(parts) if parts else own.empty_table()
@@ -268,6 +275,23 @@ class Reader:
         ]
         fields = [pa.field(name, type_, nullable=False) for name, type_ in PLACE_TYPES.items()]
         return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+    def _open_all(
+        self, chosen: list[SegmentInfo], names: list[str] | None
+    ) -> list[pa.Table | None]:
+        """What `_open` gives for each; None where the rows are no longer kept."""
+
+        def opened(segment: SegmentInfo) -> pa.Table | None:
+            try:
+                return self._open(segment, names)
+            except NoLongerKept:
+                return None
+
+        if self._ledger.store.root is not None or len(chosen) < 2:
+            return [opened(s) for s in chosen]
+        # From elsewhere each takes a request or two, which is waiting for the most part.
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ledger-reader") as pool:
+            return list(pool.map(opened, chosen))
 
     def _open(self, segment: SegmentInfo, names: list[str] | None) -> pa.Table:
         """In the present layout; of one that is present already only the columns `names`."""

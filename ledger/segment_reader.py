@@ -8,26 +8,19 @@ elsewhere, is kept as far as `keep_bytes` goes, the longest unused leaving first
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pyarrow as pa
 
 from ledger.errors import Corrupt, IncompatibleFormat, NotFound, SegmentMissing, explain
 from ledger.hashing import file_hash
+from ledger.kept import KEEP_BYTES, Kept
 from ledger.schema import KIND, LAYOUT, arrow_schema
 from ledger.sealed import SEALED_FORMAT, SealedFile
 from ledger.segment import HOT_FORMAT, SegmentFile
 from ledger.storage import ObjectStore, Stamp
 
-__all__ = ["KEEP_BYTES", "SegmentReader"]
-
-KEEP_BYTES = 512 << 20
-"""Bytes of decoded and fetched segments that one reader keeps."""
-
-_KEEP_FILES = 8192
-"""Files that stay open: the kernel limits how many can be mapped."""
+__all__ = ["SegmentReader"]
 
 
 class SegmentReader:
@@ -36,7 +29,7 @@ class SegmentReader:
     def __init__(self, store: ObjectStore, keep_bytes: int = KEEP_BYTES) -> None:
         self._store = store
         self._checked: dict[str, tuple[Stamp, bytes]] = {}
-        self._kept = _Kept(keep_bytes)
+        self._kept = Kept(keep_bytes)
         self._lock = threading.Lock()
 
     def open(
@@ -165,39 +158,6 @@ class SegmentReader:
             )
         with self._lock:
             self._checked[file.path] = (stamp, file.file_hash)
-
-
-class _Kept:
-    """What was opened, up to a number of bytes; the longest unused leaves first."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self.size_bytes = 0
-        self._items: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def get(self, key: Hashable) -> Any:
-        with self._lock:
-            found = self._items.get(key)
-            if found is None:
-                return None
-            self._items.move_to_end(key)
-            return found[0]
-
-    def put(self, key: Hashable, value: Any, size_bytes: int) -> None:
-        with self._lock:
-            _, before = self._items.pop(key, (None, 0))
-            self._items[key] = (value, size_bytes)
-            self.size_bytes += size_bytes - before
-            # The newest one stays, however large it is: it is in use.
-            while len(self._items) > 1 and (
-                self.size_bytes > self._limit_bytes or len(self._items) > _KEEP_FILES
-            ):
-                _, (_, gone) = self._items.popitem(last=False)
-                self.size_bytes -= gone
 
 
 def _subset(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:

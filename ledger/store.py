@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-import pyarrow as pa
 import sqlalchemy as sa
 
 from ledger.catalog import commit as commits
@@ -35,6 +34,7 @@ from ledger.errors import (
 from ledger.events import BranchForked
 from ledger.exporter import LinkExporter
 from ledger.hashing import GENESIS, multiset_digest, row_content_hashes
+from ledger.kept import KEEP_BYTES, Kept
 from ledger.links import put_epoch, put_run
 from ledger.lookup import LedgerLookup
 from ledger.moment import Moment, sequence_at
@@ -68,7 +68,7 @@ class Ledger:
         """Whether every write is refused."""
         self.segments = SegmentReader(self.store)
         self.exporter = LinkExporter(catalog, self.store, ledger_id)
-        self.assembled: dict[Any, tuple[int, pa.Table]] = {}
+        self.assembled = Kept(KEEP_BYTES)
         """Readers' own: what they put together, for the next reader to build upon."""
         self._sessions: SessionPool | None = None
         self.index = SegmentIndex(catalog, self.segments)
