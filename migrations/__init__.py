@@ -16,7 +16,9 @@ HEAD = "0002"
 
 def current(connection: sa.Connection) -> str | None:
     """The revision of the catalog behind `connection`; None where it has no tables of ours."""
-    if not sa.inspect(connection).has_table("alembic_version"):
+    # On PostgreSQL only the schema in which our tables are made counts, not others on the path.
+    schema = connection.dialect.default_schema_name
+    if not sa.inspect(connection).has_table("alembic_version", schema=schema):
         return None
     row = connection.execute(sa.text("SELECT version_num FROM alembic_version")).first()
     return None if row is None else str(row[0])

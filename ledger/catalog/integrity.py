@@ -11,6 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ledger.catalog import integrity_postgres as postgres
 from ledger.catalog.engine import Catalog
 from ledger.catalog.tables import METADATA
 from ledger.errors import Corrupt
@@ -26,22 +27,24 @@ _STORED_AS = {sa.BigInteger: "integer", sa.Integer: "integer", sa.LargeBinary: "
 def catalog_differences(catalog: Catalog) -> list[tuple[str, str, str]]:
     """What is wrong with the catalog as a database: (what, expected, found) of each thing.
 
-    SQLite's integrity check (pages, and each index against its table), foreign keys, the declared
-    tables with their columns, keys and indexes, and the type of every value. Empty for another
-    database, which checks its own pages. A catalog that cannot be read for damage is one of the
-    differences.
+    The declared tables with their columns, keys and indexes, and whether every row that another one
+    refers to is there. Of SQLite also its integrity check (pages, and each index against its table)
+    and the type of every value. A catalog that cannot be read for damage is one of the differences.
 
     Raises:
         StorageFailed: it cannot be read for another reason.
     """
-    if catalog.engine.dialect.name != "sqlite":
-        return []
+    checks = (_integrity, _foreign_keys, _declared, _types)
+    if catalog.kind == "postgresql":
+        checks = (postgres.unsound, postgres.declared, postgres.orphans)
     found: list[tuple[str, str, str]] = []
     try:
         with catalog.read() as connection:
-            for check in (_integrity, _foreign_keys, _declared, _types):
+            for check in checks:
                 for difference in check(connection):
                     found.append(difference)
+                if found and catalog.kind == "postgresql":
+                    break  # a table that is missing cannot be asked
     except Corrupt as error:
         said = " ".join(str(error.__cause__ or error).split())
         found.append(("reading it", "a sound database", said))

@@ -12,9 +12,9 @@ from ledger import open_ledger
 from ledger.errors import AlreadyExists
 from tests.ledger import factory
 
-if __name__ == "__main__":
-    folder, number, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    with open_ledger(folder, create=True) as ledger:
+
+def main(folder: str, number: int, appends: int, catalog: str | None = None) -> None:
+    with open_ledger(folder, create=True, catalog=catalog) as ledger:
         with contextlib.suppress(AlreadyExists):
             ledger.create_run("r")
         with ledger.writer("r", producer=f"p{number}") as writer:
@@ -27,3 +27,7 @@ if __name__ == "__main__":
                         factory.decide(first, "kept", rollout_step=turn),
                     ]
                 )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

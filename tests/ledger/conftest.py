@@ -60,15 +60,15 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    """A PostgreSQL server for the whole session; ask it for a database of your own."""
+    """A PostgreSQL server for the whole session; ask it for a schema of your own."""
     with start_postgres_server() as server:
         yield server
 
 
 @pytest.fixture
 def postgres_url(postgres_server: PostgresServer) -> str:
-    """The address of a new, empty database."""
-    return postgres_server.database()
+    """The address of a new, empty schema of its own."""
+    return postgres_server.schema()
 
 
 @pytest.fixture(params=PLACES)
