@@ -34,9 +34,10 @@ def catalog_differences(catalog: Catalog) -> list[tuple[str, str, str]]:
     Raises:
         StorageFailed: it cannot be read for another reason.
     """
-    checks = (_integrity, _foreign_keys, _declared, _types)
     if catalog.kind == "postgresql":
-        checks = (postgres.unsound, postgres.declared, postgres.orphans)
+        checks = [postgres.unsound, postgres.declared, postgres.orphans]
+    else:
+        checks = [_integrity, _foreign_keys, _declared, _types]
     found: list[tuple[str, str, str]] = []
     try:
         with catalog.read() as connection:

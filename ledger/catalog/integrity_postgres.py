@@ -97,6 +97,6 @@ def orphans(connection: sa.Connection) -> Iterator[tuple[str, str, str]]:
             for row in connection.execute(query):
                 yield (
                     "foreign keys",
-                    f"a row in {parent.original.name} for {child.name}",
+                    f"a row in {key.referred_table.name} for {child.name}",
                     str(tuple(row)),
                 )
