@@ -190,9 +190,13 @@ class Ledger:
                         do="name it otherwise, or go on with it",
                     )
                 )
-            created_at = put_run(self.store, self.ledger_id, run_id, made.created_at)
-            made = dataclasses.replace(made, created_at=created_at)
+            # The row first: of several that make this run at once, all but one wait here.
             connection.execute(t.runs.insert().values(dataclasses.asdict(made)))
+            created_at = put_run(self.store, self.ledger_id, run_id, made.created_at)
+            if created_at != made.created_at:
+                this = t.runs.c.run_id == run_id
+                connection.execute(t.runs.update().where(this).values(created_at=created_at))
+                made = dataclasses.replace(made, created_at=created_at)
             connection.execute(t.branches.insert().values(run_id=run_id, name=MAIN))
             return made
 
