@@ -34,6 +34,8 @@ __all__ = [
     "Packed",
     "by_kind",
     "content_hash",
+    "content_of",
+    "content_part",
     "encode_append",
     "hash_packed",
     "is_packable",
@@ -167,11 +169,18 @@ def content_hash(tables: Mapping[str, pa.Table], digests: Mapping[str, dict[int,
 
 def _content_hash(parts: Sequence[tuple[str, int, int, Mapping[int, bytes]]]) -> bytes:
     """As `content_hash`, of kind, layout, rows and digests of each segment."""
-    hashes = []
-    for kind, layout, rows, digests in parts:
-        kept = {field: digest for field, digest in digests.items() if field != _RECORDED_AT}
-        hashes.append(digest_of_columns(kind, layout, rows, kept).hex())
-    return blake3(canonical_json(hashes).encode()).digest()
+    return content_of([content_part(*part) for part in parts])
+
+
+def content_part(kind: str, layout: int, rows: int, digests: Mapping[int, bytes]) -> str:
+    """What one segment contributes to the content hash of its append."""
+    kept = {field: digest for field, digest in digests.items() if field != _RECORDED_AT}
+    return digest_of_columns(kind, layout, rows, kept).hex()
+
+
+def content_of(parts: Sequence[str]) -> bytes:
+    """The content hash of an append, from those of its segments in order."""
+    return blake3(canonical_json(list(parts)).encode()).digest()
 
 
 def is_packable(groups: Mapping[str, Sequence[Event] | pa.Table]) -> bool:

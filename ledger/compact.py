@@ -217,7 +217,6 @@ def compact(
     files: list[MadeFile] = []
     total, done = sum(len(b.segments) for b in batches), 0
     if not dry_run:
-        ledger.require_writable()
         for batch in batches:
             for file in _seal(ledger, batch, target_bytes):
                 files.append(file)
@@ -256,15 +255,11 @@ def _finish(
         for h in writer.held
     ]
     _read_back(ledger, batch, places, writer.held)
-
-    def swap(connection: sa.Connection) -> int:
+    with ledger.catalog.write() as connection:
         # Collection removes files under the same lock: what is there now stays until it is named.
         lock_run(connection, batch.run_id)
         ledger.store.stamp(path)
-        return move(connection, list(zip(chosen, places, strict=True)), "compacted")
-
-    moved = ledger.catalog.transact(swap)
-    ledger.index.forget(batch.run_id)
+        moved = move(connection, list(zip(chosen, places, strict=True)), "compacted")
     return MadeFile(
         path=path,
         kind=batch.kind,

@@ -26,19 +26,24 @@ _LONGEST_INTERVAL_S = 60.0
 """How long the exporter rests after it failed again and again."""
 
 
-def export_links(catalog: Catalog, store: ObjectStore, ledger_id: str, run_id: str) -> int:
+def export_links(
+    catalog: Catalog, store: ObjectStore, ledger_id: str, run_id: str, *, again: bool = False
+) -> int:
     """Write the links of all commits of a run that are not written yet; how many those were.
 
-    Several processes may do so at once: what they write overlaps and agrees.
+    Several processes may do so at once: what they write overlaps and agrees. `again` writes those
+    of all commits, whatever the catalog says was written.
 
     Raises:
         Corrupt: links that are there say otherwise.
         StorageFailed: the store or the catalog did not take it. What was written stays and counts.
     """
     exported = 0
+    done: int | None = 0 if again else None
     while True:
         with catalog.read() as connection:
-            done = _exported(connection, run_id) or 0
+            if done is None:
+                done = _exported(connection, run_id) or 0
             before = (t.commits.c.run_id == run_id) & (t.commits.c.last_seq == done)
             found = connection.execute(sa.select(t.commits.c.chain).where(before)).scalar()
             commits = read_linked_commits(connection, run_id, done, _COMMITS)
@@ -57,6 +62,7 @@ def export_links(catalog: Catalog, store: ObjectStore, ledger_id: str, run_id: s
         put_links(store, ledger_id, commits, GENESIS if found is None else bytes(found))
         advance = functools.partial(_advance, run_id=run_id, last_seq=commits[-1].last_seq)
         catalog.transact(advance)
+        done = commits[-1].last_seq if again else None
         exported += len(commits)
 
 

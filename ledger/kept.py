@@ -49,3 +49,9 @@ class Kept:
             ):
                 _, (_, gone) = self._items.popitem(last=False)
                 self.size_bytes -= gone
+
+    def clear(self) -> None:
+        """Keep nothing of what is kept now."""
+        with self._lock:
+            self._items.clear()
+            self.size_bytes = 0

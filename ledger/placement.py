@@ -16,7 +16,7 @@ import pyarrow as pa
 from ledger.catalog.records import SegmentInfo
 from ledger.errors import Corrupt, LedgerError, explain
 from ledger.sealed import SEALED_FORMAT, read_held
-from ledger.segment import SegmentFile, read_identity
+from ledger.segment import Identity, SegmentFile, read_identities
 from ledger.storage import ObjectStore
 
 __all__ = ["Placement", "StoredRun", "list_runs"]
@@ -122,13 +122,13 @@ class Placement:
         for path in sorted(self._stored.hot.difference(linked)):
             try:
                 with pa.ipc.open_file(self._store.read(path)) as opened:
-                    who = read_identity(opened.schema.empty_table())
+                    named = [who for who, *_ in read_identities(opened.schema.empty_table())]
             except (LedgerError, pa.ArrowException, OSError, ValueError):
-                of, number = ("(unreadable)", 0), 0
-            else:
-                of, number = (who.producer, who.epoch), who.producer_seq
-            files[of] = files.get(of, 0) + 1
-            keys.setdefault(of, set()).add(number)
+                named = [Identity(self._stored.run_id, "", "(unreadable)", 0, 0, 0)]
+            for of in {(who.producer, who.epoch) for who in named}:
+                files[of] = files.get(of, 0) + 1
+            for who in named:
+                keys.setdefault((who.producer, who.epoch), set()).add(who.producer_seq)
         return {of: (files[of], len(keys[of])) for of in sorted(files)}
 
 

@@ -143,6 +143,16 @@ def duration(text: str) -> float:
     return value
 
 
+def hours(text: str) -> float:
+    """An argparse type: hours from 0 on, also '7d'."""
+    return duration(text if text[-1:].isalpha() else f"{text}h") / 3600
+
+
+def days(text: str) -> float:
+    """An argparse type: days from 0 on, also '36h'."""
+    return duration(text if text[-1:].isalpha() else f"{text}d") / 86400
+
+
 def moment(text: str) -> str:
     """An argparse type: a point in time, see `ledger.moment`."""
     from ledger.moment import parse_moment

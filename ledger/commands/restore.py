@@ -20,6 +20,9 @@ def add(commands: Any, parents: Parents) -> None:
         description="Links are written in the background while a ledger is open. This writes those "
         "that are missing: after a crash, say, or before a backup.",
     )
+    made.add_argument(
+        "--all", action="store_true", help="write all of them again: where some were lost"
+    )
     made.set_defaults(run_command=_export)
 
     made = commands.add_parser(
@@ -45,7 +48,9 @@ def _export(arguments: argparse.Namespace) -> int:
     with open_from(arguments, write=True) as ledger:
         runs = [ledger.run(arguments.run)] if arguments.run is not None else ledger.runs()
         found = {
-            run.run_id: export_links(ledger.catalog, ledger.store, ledger.ledger_id, run.run_id)
+            run.run_id: export_links(
+                ledger.catalog, ledger.store, ledger.ledger_id, run.run_id, again=arguments.all
+            )
             for run in runs
         }
     if arguments.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ledger.commands.common import Parents, duration, open_from, size
+from ledger.commands.common import Parents, days, duration, hours, open_from, size, whole
 from ledger.output import print_json, printable
 
 __all__ = ["add"]
@@ -39,6 +39,58 @@ def add(commands: Any, parents: Parents) -> None:
     made.add_argument("--dry-run", action="store_true", help="only say what would be compacted")
     made.set_defaults(run_command=_compact)
 
+    made = commands.add_parser(
+        "retain",
+        parents=[parents.where, parents.run],
+        help="retire old rows of a kind, by a rule",
+        description="Rows that the rule does not keep are retired: a chained event says which and "
+        "by which rule, and keeps their hashes. Order, chain and digests stay as they are; what "
+        "needs the rows (replaying those steps) says clearly that they are gone. The files go with "
+        "`ledger gc`.",
+    )
+    made.add_argument("--kind", required=True, metavar="KIND", help="such as routing_recorded")
+    rule = made.add_mutually_exclusive_group(required=True)
+    rule.add_argument(
+        "--keep-versions", metavar="N", type=whole(1), help="keep those of the newest N versions"
+    )
+    rule.add_argument(
+        "--before-version", metavar="V", type=whole(0), help="retire what is older than version V"
+    )
+    rule.add_argument(
+        "--older-than", metavar="DAYS", type=days, help="retire what was committed earlier"
+    )
+    made.add_argument(
+        "--branch",
+        metavar="NAME",
+        help="only this branch's own rows, by its own versions (default: all branches; then rows "
+        "stay that any branch still keeps)",
+    )
+    made.add_argument("--dry-run", action="store_true", help="only say what would be retired")
+    made.set_defaults(run_command=_retain)
+
+    made = commands.add_parser(
+        "gc",
+        parents=[parents.where],
+        help="remove files that nothing refers to any more",
+        description="Removes the old files of compacted and retired segments, files of appends "
+        "that were never committed, and what interrupted writes left, once they are older than the "
+        "grace period.",
+    )
+    made.add_argument(
+        "--grace",
+        metavar="HOURS",
+        type=hours,
+        default=24.0,
+        help="leave what is younger (default: 24); must be longer than any append takes",
+    )
+    made.add_argument(
+        "--checkpoints",
+        action="store_true",
+        help="also checkpoint folders in the ledger's own that no event names",
+    )
+    made.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    made.set_defaults(run_command=_gc)
+
 
 def _compact(arguments: argparse.Namespace) -> int:
     from ledger.compact import compact, plan_compaction
@@ -62,6 +114,38 @@ def _compact(arguments: argparse.Namespace) -> int:
             dry_run=arguments.dry_run,
             progress=progress,
         )
+    return _print(report, arguments)
+
+
+def _retain(arguments: argparse.Namespace) -> int:
+    from ledger.retention import Rule, apply_retention, plan_retention
+
+    rule = Rule(
+        arguments.kind,
+        keep_versions=arguments.keep_versions,
+        before_version=arguments.before_version,
+        older_than_days=arguments.older_than,
+        branch=arguments.branch,
+    )
+    with open_from(arguments, write=not arguments.dry_run) as ledger:
+        report = plan_retention(ledger, rule, arguments.run)
+        if not arguments.dry_run:
+            report = apply_retention(ledger, report)
+    return _print(report, arguments)
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    from ledger.collect import collect, plan_collection
+    from ledger.progress import progress_bar
+
+    grace_s = arguments.grace * 3600
+    with (
+        open_from(arguments, write=not arguments.dry_run) as ledger,
+        progress_bar("removing") as progress,
+    ):
+        report = plan_collection(ledger, grace_s=grace_s, checkpoints=arguments.checkpoints)
+        if not arguments.dry_run:
+            report = collect(ledger, report, grace_s=grace_s, progress=progress)
     return _print(report, arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 import shutil
@@ -9,14 +10,20 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from blake3 import blake3
 
 from ledger import Ledger, open_ledger
+from ledger.canonical import canonical_json
 from ledger.catalog.tables import METADATA
 from ledger.cli import main
 from ledger.errors import Corrupt, LedgerError, NotFound
 from ledger.finding import Finding
+from ledger.hashing import file_hash
+from ledger.links import parse_links, put_links
+from ledger.segment import Identity
+from ledger.storage import LocalStore
 from ledger.verify import verify_ledger
 from tests.ledger import factory
 
@@ -292,14 +299,9 @@ def test_a_checkpoint_whose_event_cannot_be_read_is_reported_once(folder: Path) 
     assert calls[-1][0] == calls[-1][1]
 
 
-NOTED_ONCE = {
-    "runs": {"created_at"},
-    "commits": {"committed_at"},
-    "producers": {"epoch"},
-    "meta": {"value"},
-}
-"""Columns of the catalog that nothing else repeats, or only in part: a producer's epoch is at least
-that of its commits."""
+NOTED_ONCE = {"producers": {"epoch"}, "exports": {"last_seq"}}
+"""Columns of the catalog that nothing else repeats, or only in part: a producer's epoch may be one
+below what is noted beside the data; how far links are written says how far they may be missing."""
 
 
 def dump(catalog: Path) -> dict[str, Any]:
@@ -419,3 +421,108 @@ def test_damaged_pages_are_told_by_every_command_without_a_traceback(
     catalog.write_bytes(good[:at] + b"KREATE" + good[at + 6 :])
     assert main(["verify", "--ledger", str(folder)]) == 2
     assert "malformed database schema" in capsys.readouterr().err
+
+
+def test_an_added_file_is_found_and_what_a_crash_leaves_is_a_note(folder: Path) -> None:
+    path = files_of(folder, "sample_scored")[0]
+    table = pa.ipc.open_file(path.read_bytes()).read_all()
+    changed = table.slice(0, 1)
+
+    def put(data: bytes, name: str | None = None) -> Path:
+        added = path.with_name(f"{name or file_hash(data).hex()}.arrow")
+        added.write_bytes(data)
+        return added
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, changed.schema) as writer:
+        writer.write_table(changed)
+    left = put(sink.getvalue().to_pybytes())
+    with open_ledger(folder) as ledger:
+        report = verify_ledger(ledger)
+    assert report.ok
+    assert any(left.name in note and "never committed" in note for note in report.notes)
+    foreign = changed.replace_schema_metadata(
+        {
+            **changed.schema.metadata,
+            b"ledger.identity": canonical_json(Identity("x", "main", "p", 1, 0, 0)).encode(),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, foreign.schema) as writer:
+        writer.write_table(foreign)
+    for data, name, says in (
+        (path.read_bytes(), "ab" * 32, "a file whose blake3 is"),
+        (b"no segment", None, "no segment"),
+        (sink.getvalue().to_pybytes(), None, "a segment of run ['x']"),
+    ):
+        added = put(data, name)
+        (finding,) = findings(folder)
+        assert added.name in finding.where
+        assert says in finding.found
+        added.unlink()
+
+
+def test_links_that_disagree_with_the_catalog_are_found(folder: Path) -> None:
+    links = sorted((folder / "runs" / factory.RUN / "links").iterdir())
+    store = LocalStore(folder)
+    with open_ledger(folder) as ledger:
+        commits = [
+            c
+            for path in links
+            for c in parse_links("x", store.read(path.relative_to(folder).as_posix()))[1]
+        ]
+        ledger_id = ledger.ledger_id
+    good = {path: path.read_bytes() for path in links}
+
+    def restore() -> None:
+        for path in (folder / "runs" / factory.RUN / "links").iterdir():
+            path.unlink()
+        for path, data in good.items():
+            path.write_bytes(data)
+
+    # A changed time, or a commit that the catalog does not have; nothing else knows of either.
+    for path in links:
+        path.unlink()
+    forged = [dataclasses.replace(commits[0], committed_at=1), *commits[1:]]
+    put_links(store, ledger_id, forged)
+    (finding,) = findings(folder)
+    assert "committed_at 1" in finding.found
+    restore()
+    put_links(store, ledger_id, [dataclasses.replace(commits[-1], first_seq=500, last_seq=501)])
+    (finding,) = findings(folder)
+    assert "the catalog is older than the store" in finding.found
+    restore()
+    for path in links:
+        path.unlink()
+    (finding,) = findings(folder)
+    assert "export-links --all" in finding.expected
+    assert main(["export-links", "--ledger", str(folder), "--all"]) == 0
+    assert findings(folder) == ()
+    with open_ledger(folder) as ledger:
+        with ledger.catalog.write() as connection:
+            connection.exec_driver_sql("UPDATE exports SET last_seq = 50")
+            connection.exec_driver_sql("UPDATE producers SET epoch = epoch + 7")
+        for path in (folder / "runs" / factory.RUN / "links").iterdir():
+            path.unlink()
+        report = verify_ledger(ledger)
+    assert len(report.findings) == 2
+    assert any("are not written yet" in note for note in report.notes)
+
+
+def test_a_head_that_was_kept_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--ledger", str(folder)]
+    assert main(["head", *where]) == 0
+    kept = capsys.readouterr().out.strip()
+    assert main(["verify", *where, "--head", kept]) == 0
+    assert "is the run's head" in capsys.readouterr().out
+    with open_ledger(folder) as ledger, ledger.writer(factory.RUN, producer="p") as writer:
+        writer.append([factory.score(0, 1.0), factory.score(1, 1.0)])
+        newer = ledger.run(factory.RUN)
+    assert main(["verify", *where, "--head", kept]) == 0
+    assert "extends the head" in capsys.readouterr().out
+    seq, chain = newer.head_seq, newer.head_chain.hex()
+    for wrong in (f"{seq}:{'00' * 32}", f"{seq - 1}:{chain}", f"{seq + 1}:{chain}"):
+        assert main(["verify", *where, "--head", wrong]) == 1
+        assert "the head that was given" in capsys.readouterr().out
+    for nonsense in ("5", "x:00", f"-1:{chain}", f"{seq}:{chain[:-2]}"):
+        assert main(["verify", *where, "--head", nonsense]) == 2
