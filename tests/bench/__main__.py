@@ -59,8 +59,10 @@ def _parts(
 
     def commits(folder: Path) -> Iterator[Figure]:
         from tests.bench.appends import commit_figures
+        from tests.bench.writers import writer_figures
 
-        return commit_figures(folder, quick=quick)
+        yield from commit_figures(folder / "one", quick=quick)
+        yield from writer_figures(folder / "many", quick=quick)
 
     def scan(folder: Path) -> Iterator[Figure]:
         from tests.bench.scans import scan_figures
