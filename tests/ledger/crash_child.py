@@ -1,42 +1,89 @@
-"""Kills an append at every point where the world changes, and looks at what is left.
+"""Kills appends at every point where the world changes, and looks at what is left.
 
-    python -m tests.ledger.crash_child FOLDER {packed,alone}
+    python -m tests.ledger.crash_child FOLDER CATALOG SCENARIO
 
-`packed`: a small append, whose files get their names before they are synced. `alone`: one with
-files of its own, written under other names first.
+For k = 0, 1, 2, …: a forked child begins the appends of the scenario in a run of its own, each in a
+thread of its own, and is killed (SIGKILL) before its k-th write, sync, naming, unlinking or
+transaction step, which is after the one before. Then all that is left is looked at, all appends are
+repeated under their keys, and all is looked at again. Prints one JSON line a kill, until a child
+ends without having met its point.
 
-For k = 0, 1, 2, …: a copy of a ledger with one commit; a forked child appends a second commit and
-is killed (SIGKILL) at the k-th point; another child opens what is left, verifies it, repeats the
-append under the same key, and verifies again. Prints one JSON line a point, until an append ends
-without having met its point.
+`alone`: one append that shares nothing; `small`: one that may be packed with others; `together`:
+three at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ledger import open_ledger
-from ledger.catalog.engine import Catalog
+import sqlalchemy as sa
+
+from ledger import Ledger, open_ledger
+from ledger.catalog import sqlite
+from ledger.events import Event
 from ledger.verify import verify_ledger
 from tests.ledger import factory
+from tests.ledger.syscalls import recording, recording_catalog
 
-# With their time, so that a repetition has the same bytes, and so the same file names.
-_SCORES = [factory.score(0, 1.0), factory.score(1, 0.0)]
-_MORE = {"packed": factory.responses(0)[0], "alone": factory.weights(1, 0, 0)}
-EVENTS = [event.evolve(recorded_at=1) for event in (*_SCORES, _MORE[sys.argv[2]])]
+Appends = Sequence[tuple[int, Sequence[Event]]]
+"""Number and events of each."""
 
 
-def arm(at: int) -> None:
-    """Kill this process when the `at`-th point is reached."""
+def keep_engines() -> None:
+    """Let all ledgers of this process, and of its children, share one engine a catalog.
+
+    SQLAlchemy compiles each statement anew for each engine, which would take most of the time.
+    """
+    engines: dict[str, sa.Engine] = {}
+    create, configure = sa.create_engine, sqlite.configure
+    configured: set[sa.Engine] = set()
+
+    def kept(url: sa.URL, **options: Any) -> sa.Engine:
+        address = url.render_as_string(hide_password=False)
+        if address not in engines:
+            engines[address] = create(url, **options)
+        return engines[address]
+
+    def once(engine: sa.Engine) -> None:
+        if engine not in configured:
+            configured.add(engine)
+            configure(engine)
+
+    sa.create_engine = kept
+    sqlite.configure = once
+
+
+def small(number: int) -> tuple[int, Sequence[Event]]:
+    return number, [
+        factory.score(10 * number, 1.0),
+        factory.responses(0)[0].evolve(index=10 * number),
+        factory.score(10 * number + 1, 0.0),
+    ]
+
+
+_AT_ONCE = 20
+"""Runs that are begun in one go."""
+_STRIDES = {"together": 2}
+"""Where threads take turns, points lie close together: every second one is enough."""
+
+SCENARIOS: dict[str, Appends] = {
+    "small": [small(1)],
+    "alone": [(1, [*small(1)[1], factory.weights(1, 0, None)])],
+    "together": [small(1), small(2), small(3)],
+}
+
+
+def arm(at: int, root: Path, ledger: Ledger) -> contextlib.ExitStack:
+    """Kill this process before the `at`-th step from now on."""
     lock = threading.Lock()
     passed = 0
 
@@ -44,72 +91,63 @@ def arm(at: int) -> None:
         nonlocal passed
         with lock:
             if passed == at:
-                os.write(1, (what + "\n").encode())
+                # Not by os.write, which is one of the points.
+                sys.stderr.write(what + "\n")
+                sys.stderr.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
             passed += 1
 
-    def around(name: str) -> None:
-        real: Callable[..., Any] = getattr(os, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if name == "write" and args[0] == 1:
-                return real(*args)
-            point(f"before {name}")
-            if name == "write":
-                # Half a file is the likeliest thing for a crash to leave.
-                real(args[0], args[1][: len(args[1]) // 2])
-                point("within write")
-                return real(args[0], args[1][len(args[1]) // 2 :]) + len(args[1]) // 2
-            result = real(*args, **kwargs)
-            point(f"after {name}")
-            return result
-
-        setattr(os, name, wrapped)
-
-    def around_transaction(name: str) -> None:
-        real: Callable[..., Any] = getattr(Catalog, name)
-
-        @contextlib.contextmanager
-        def wrapped(self: Catalog) -> Iterator[Any]:
-            point("before transaction")
-            with real(self) as transaction:
-                yield transaction
-                point("before commit")
-            point("after commit")
-
-        setattr(Catalog, name, wrapped)
-
-    for name in ("write", "fsync", "link", "rename", "unlink", "replace"):
-        around(name)
-    for name in ("write", "write_directly"):
-        around_transaction(name)
+    stack = contextlib.ExitStack()
+    log = stack.enter_context(recording(root, before=point))
+    stack.enter_context(recording_catalog(ledger, log, before=point))
+    return stack
 
 
-def append(folder: Path, at: int) -> int:
-    with open_ledger(folder) as ledger:
-        writer = ledger.writer("r", producer="p", epoch=1)
-        arm(at)
-        writer.append(EVENTS, producer_seq=1)
-    return 0
+def append(place: tuple[Path, str], run: str, appends: Appends, at: int, report: int) -> int:
+    """Append all at once, and report the number of each that was acknowledged."""
+    folder, catalog = place
+    with open_ledger(folder, catalog=catalog) as ledger:
+        writer = ledger.writer(run, producer="p", epoch=1)
+        ready = threading.Barrier(len(appends))
+        failed: list[BaseException] = []
+
+        def one(number: int, events: Sequence[Event]) -> None:
+            ready.wait()
+            try:
+                writer.append(events, producer_seq=number)
+            except BaseException as error:
+                failed.append(error)
+                raise
+            os.write(report, bytes([number]))
+
+        threads = [threading.Thread(target=one, args=each) for each in appends]
+        with arm(at, folder, ledger):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    return 1 if failed else 0
 
 
-def inspect(folder: Path) -> int:
-    with open_ledger(folder) as ledger:
-        left = ledger.run("r").head_seq
-        ok_before = verify_ledger(ledger).ok
-        receipt = ledger.writer("r", producer="p", epoch=1).append(EVENTS, producer_seq=1)
-        ok_after = verify_ledger(ledger).ok
-        scores = ledger.reader("r").table("sample_scored")["index"].to_pylist()
-        found = {
-            "head": left,
-            "ok_before": ok_before,
-            "receipt": [receipt.first_seq, receipt.last_seq],
-            "ok_after": ok_after,
-            "scores": scores,
-            "final": ledger.run("r").head_seq,
+def look(place: tuple[Path, str], run: str, appends: Appends, *, verify: bool) -> dict[str, Any]:
+    """What is there of each append, before and after all were repeated; `verify` checks all."""
+    folder, catalog = place
+
+    def there(ledger: Ledger) -> list[int]:
+        indices = ledger.reader(run).table("sample_scored")["index"].to_pylist()
+        return [sum(index // 10 == number for index in indices) for number, _ in appends]
+
+    with open_ledger(folder, catalog=catalog) as ledger:
+        found: dict[str, Any] = {
+            "before": there(ledger),
+            "sound": not verify or verify_ledger(ledger, run).ok,
         }
-        os.write(1, (json.dumps(found) + "\n").encode())
-    return 0
+        writer = ledger.writer(run, producer="p", epoch=1)
+        receipts = [writer.append(events, producer_seq=number) for number, events in appends]
+        found["receipts"] = sorted((r.first_seq, r.last_seq) for r in receipts)
+        found["after"] = there(ledger)
+        found["head"] = ledger.run(run).head_seq
+    return found
 
 
 def in_child(function: Callable[[], int]) -> int:
@@ -124,27 +162,60 @@ def in_child(function: Callable[[], int]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def prepare(folder: Path) -> int:
-    with open_ledger(folder, create=True) as ledger:
-        ledger.create_run("r")
-        ledger.writer("r", producer="p").append([factory.weights(0, None, None)])
-    return 0
+def ask_child(function: Callable[[int], int]) -> tuple[int, bytes, str]:
+    """Wait status, report and error output of a forked child."""
+    answer, report = os.pipe()
+    errors, error = os.pipe()
+
+    def reporting() -> int:
+        os.dup2(error, 2)
+        return function(report)
+
+    status = in_child(reporting)
+    os.close(report)
+    os.close(error)
+    with open(answer, "rb") as told, open(errors) as said:
+        return status, told.read(), said.read()
 
 
-def main(folder: Path) -> None:
-    """The parent touches no ledger itself, so that it stays free of threads and can fork."""
-    if in_child(lambda: prepare(folder / "base")) != 0:
-        sys.exit("the ledger was not prepared")
-    for at in range(1000):
-        copy = folder / f"at-{at}"
-        shutil.copytree(folder / "base", copy)
-        status = in_child(lambda copy=copy, at=at: append(copy, at))  # type: ignore[misc]
+def begin(place: tuple[Path, str], runs: Sequence[str]) -> None:
+    with open_ledger(place[0], catalog=place[1], create=True) as ledger:
+        for run in runs:
+            ledger.create_run(run)
+            ledger.writer(run, producer="p").append([factory.weights(0, None, None)])
+
+
+def main(folder: Path, catalog: str, scenario: str) -> None:
+    keep_engines()
+    place, appends = (folder, catalog), SCENARIOS[scenario]
+    # Once in this process, so that no child has to import anything. Its threads end with it.
+    begin(place, ["warm", *(f"r{at}" for at in range(_AT_ONCE))])
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    append(place, "warm", appends, -1, nowhere)
+    look(place, "warm", appends, verify=True)
+    gc.freeze()
+    met: set[str] = set()
+    for number in range(1000):
+        at = number * _STRIDES.get(scenario, 1)
+        run = f"r{number}"
+        if number >= _AT_ONCE:
+            begin(place, [run])
+        status, told, said = ask_child(
+            lambda report, at=at, run=run: append(place, run, appends, at, report)  # type: ignore[misc]
+        )
         if status == 0:
+            with open_ledger(folder, catalog=catalog) as ledger:
+                print(json.dumps({"all_sound": verify_ledger(ledger).ok}))
             return
-        if not os.WIFSIGNALED(status) or in_child(lambda copy=copy: inspect(copy)) != 0:  # type: ignore[misc]
-            sys.exit(f"point {at}: status {status}")
+        if not os.WIFSIGNALED(status):
+            sys.exit(f"point {at}: status {status}\n{said}")
+        # To verify takes longer than all the rest: at the first point of each kind, and at the end.
+        verify = said not in met
+        met.add(said)
+        line = {"point": said.strip(), "told": [t in told for t, _ in appends]}
+        print(json.dumps(line | look(place, run, appends, verify=verify)), flush=True)
     sys.exit("no end was reached")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

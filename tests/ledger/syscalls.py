@@ -145,35 +145,45 @@ def recording(root: Path, before: Hook | None = None, after: Hook | None = None)
 def recording_catalog(
     ledger: Ledger, log: list[Step], before: Hook | None = None, after: Hook | None = None
 ) -> Iterator[None]:
-    """Note the write transactions of an SQLite catalog in `log`, by what SQLite itself reports."""
+    """Note the transactions of the catalog in `log`: begin, commit (about to), committed.
+
+    Of SQLite those that write, by what SQLite itself reports; of PostgreSQL the commits of all.
+    """
     engine = ledger.catalog.engine
-    writing = threading.local()
+    state = threading.local()
 
-    def statement(text: str) -> None:
-        if text.startswith("BEGIN IMMEDIATE"):
-            writing.now = True
-            _step("begin")
-        elif text.startswith("COMMIT") and getattr(writing, "now", False):
-            writing.now = False
-            writing.done = True
-            _step("commit")
-
-    def _step(what: str) -> None:
+    def noted(what: str) -> None:
         if before:
             before(what)
         log.append(Step(what))
         if after:
             after(what)
 
-    def checkout(connection: Any, *_: Any) -> None:
-        connection.set_trace_callback(statement)
+    def statement(text: str) -> None:
+        if text.startswith("BEGIN IMMEDIATE"):
+            state.writes = True
+            noted("begin")
+        elif text.startswith("COMMIT") and getattr(state, "writes", False):
+            state.writes, state.committed = False, True
+            noted("commit")
 
-    def checkin(connection: Any, *_: Any) -> None:
-        if connection is not None:
-            connection.set_trace_callback(None)
-        if getattr(writing, "done", False):
-            writing.done = False
-            _step("committed")
+    def checkout(connection: Any, record: Any, _: Any) -> None:
+        if ledger.catalog.kind == "sqlite":
+            connection.set_trace_callback(statement)
+        elif "commit" not in record.info:
+            record.info["commit"] = real = connection.commit
+
+            def commit() -> None:
+                noted("commit")
+                real()
+                noted("committed")
+
+            connection.commit = commit
+
+    def checkin(connection: Any, _: Any) -> None:
+        if getattr(state, "committed", False):
+            state.committed = False
+            noted("committed")
 
     sa.event.listen(engine, "checkout", checkout)
     sa.event.listen(engine, "checkin", checkin)
@@ -182,6 +192,7 @@ def recording_catalog(
     finally:
         sa.event.remove(engine, "checkout", checkout)
         sa.event.remove(engine, "checkin", checkin)
+        engine.dispose()
 
 
 @dataclasses.dataclass(eq=False)
