@@ -102,9 +102,11 @@ def _compare(signals: pa.Table, calls: pa.Table, signal: Ints, at: Ints) -> pa.T
     of_engine = engine_at[call[kept]] + start[kept]
     first = np.cumsum(length) - length
 
-    difference = np.abs(
-        _gather(trainer, trainer_at[row] + begin, length) - _gather(engine, of_engine, length)
-    )
+    # An infinite log-prob on both sides gives NaN: it is counted below.
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(
+            _gather(trainer, trainer_at[row] + begin, length) - _gather(engine, of_engine, length)
+        )
     used = _gather(mask, mask_at[row] + begin, length) == 1
     finite = np.isfinite(difference)
     compared = used & finite
@@ -147,7 +149,8 @@ def _numbers(table: pa.Table, name: str) -> Ints:
 
 def _lists(table: pa.Table, name: str) -> tuple[npt.NDArray[Any], Ints, Ints]:
     """Values of a list column in one array, where each row begins in it, and its length."""
-    column = table.column(name).combine_chunks()
-    whole = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    column = table.column(name)
+    # One piece is taken as it is; combine_chunks would copy it.
+    whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     length = np.asarray(whole.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64)
     return whole.flatten().to_numpy(zero_copy_only=False), np.cumsum(length) - length, length

@@ -7,7 +7,9 @@ import datetime
 import io
 import json
 import math
+import os
 import sys
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ledger.errors import InvalidArgument, explain
+from ledger.errors import InvalidArgument, StorageFailed, explain
 
 __all__ = [
     "FORMATS",
@@ -87,24 +89,57 @@ def print_events(kind: str, table: pa.Table | None) -> None:
         print(json.dumps(plain({"event": kind, **row}), ensure_ascii=False, allow_nan=False))
 
 
-def write_table(table: pa.Table, format_: str) -> None:
-    """Write a query's result to standard output. Raises InvalidArgument for bytes to a terminal."""
-    if format_ == "table":
-        _print_table(table)
-    elif format_ == "json":
-        print_json(_rows(table))
-    elif format_ == "csv":
-        _print_csv(table)
-    else:
+def write_table(table: pa.Table, format_: str, output: str | Path | None = None) -> None:
+    """Write a query's result to standard output, or to a file.
+
+    A file is there wholly or as it was before. Raises InvalidArgument for bytes to a terminal,
+    StorageFailed where the file is not written.
+    """
+    if output is not None:
+        _write_file(table, format_, Path(output))
+    elif format_ in ("parquet", "arrow"):
         sink = _binary_output(format_)
-        if format_ == "parquet":
-            made = io.BytesIO()
-            pq.write_table(table, made)
-            sink.write(made.getbuffer())
-        else:
-            with pa.ipc.new_file(sink, table.schema) as writer:
-                writer.write_table(table)
+        sink.write(_encoded(table, format_))
         sink.flush()
+    elif format_ == "table":
+        count = Text(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim")
+        show(_drawn(table), count)
+    else:
+        sys.stdout.write(_encoded(table, format_).decode())
+
+
+def _write_file(table: pa.Table, format_: str, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            temporary.write_bytes(_encoded(table, format_))
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StorageFailed(
+            explain("a result was not written", on=str(path), found=str(error))
+        ) from error
+
+
+def _encoded(table: pa.Table, format_: str) -> bytes:
+    """The whole result in a format of FORMATS."""
+    if format_ == "table":
+        return (draw_text(table) + "\n").encode()
+    if format_ == "json":
+        text = json.dumps(plain(_rows(table)), ensure_ascii=False, indent=2, allow_nan=False)
+        return (text + "\n").encode()
+    if format_ == "csv":
+        return _csv(table).encode()
+    table = table.rename_columns(_distinct(table.column_names))
+    made = io.BytesIO()
+    if format_ == "parquet":
+        pq.write_table(table, made)
+    else:
+        with pa.ipc.new_file(made, table.schema) as writer:
+            writer.write_table(table)
+    return made.getvalue()
 
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:
@@ -123,11 +158,6 @@ def _distinct(names: list[str]) -> list[str]:
             candidate = f"{name}_{number}"
         made.append(candidate)
     return made
-
-
-def _print_table(table: pa.Table) -> None:
-    count = Text(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim")
-    show(_drawn(table), count)
 
 
 def _drawn(table: pa.Table) -> Table:
@@ -154,13 +184,15 @@ def _cell(value: Any) -> str:
     return printable(simple if isinstance(simple, str) else json.dumps(simple, ensure_ascii=False))
 
 
-def _print_csv(table: pa.Table) -> None:
+def _csv(table: pa.Table) -> str:
     """Header and rows; NULL is an empty field, lists are JSON, floats keep their shortest form."""
     names = _distinct(table.column_names)
-    writer = csv.writer(sys.stdout, lineterminator="\n")
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
     writer.writerow(names)
     for row in _rows(table):
         writer.writerow("" if row[name] is None else _field(row[name]) for name in names)
+    return made.getvalue()
 
 
 def _field(value: Any) -> str:
@@ -180,7 +212,7 @@ def _binary_output(format_: str) -> BinaryIO:
                 on=f"--format {format_}",
                 expected="a file or a pipe",
                 found="a terminal",
-                do=f"add: > result.{format_}",
+                do=f"add: --output result.{format_}",
             )
         )
     return sys.stdout.buffer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -10,30 +10,53 @@ from rich.text import Text
 
 from ledger.errors import NotFound, explain
 from ledger.output import printable
-from ledger.sql import run_query
-from ledger.views import TableSource
+from ledger.scan import TableSource
+from ledger.session import Session, session
+from ledger.sql import ask as ask_session
+
+if TYPE_CHECKING:
+    from ledger.token_text import TokenText
 
 __all__ = ["draw_trajectory", "read_trajectory"]
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def read_trajectory(reader: TableSource, index: int) -> dict[str, Any]:
+def read_trajectory(
+    reader: TableSource, index: int, token_text: TokenText | None = None
+) -> dict[str, Any]:
     """Everything about one sample: its row in `samples`, its pieces, tokens, scores and decisions.
 
     Keys: sample, prompt, pieces, tokens, scores, decisions, trained (steps in order). The tokens
-    carry the trainer's numbers of the last step. Raises NotFound where no prompt was issued for
+    carry the trainer's numbers of the last step. With `token_text` each token has a text, and each
+    segment the text of its spans of one version. Raises NotFound where no prompt was issued for
     `index`.
     """
+    with session(reader) as used:
+        found = _read(used, index)
+    if token_text is not None:
+        for token in found["tokens"]:
+            token["text"] = token_text.text(token["token"])
+        response = [t["token"] for t in found["tokens"] if t["source"] != "prompt"]
+        for piece in found["pieces"]:
+            if piece["piece"] == "segment":
+                ids = response[piece["start"] : piece["start"] + piece["length"]]
+                piece["span_texts"] = [
+                    token_text.run(ids[start:end])
+                    for start, end in zip(piece["span_starts"], piece["span_ends"], strict=True)
+                ]
+    return found
 
+
+def _read(used: Session, index: int) -> dict[str, Any]:
     def ask(sql: str) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = run_query(reader, sql, [index]).to_pylist()
+        rows: list[dict[str, Any]] = ask_session(used, sql, [index]).to_pylist()
         return rows
 
     samples = ask("SELECT s.* FROM samples AS s WHERE s.index = $1")
     if not samples:
-        known = run_query(
-            reader, "SELECT min(s.index) AS low, max(s.index) AS high FROM samples AS s"
+        known = ask_session(
+            used, "SELECT min(s.index) AS low, max(s.index) AS high FROM samples AS s"
         ).to_pylist()[0]
         found = (
             "no samples"
@@ -105,6 +128,8 @@ def draw_trajectory(found: dict[str, Any]) -> Group:
         parts.append(_piece_line(piece))
         if piece["text"] is not None:
             parts.append(_indented(piece["text"]))
+        if "span_texts" in piece:
+            parts.append(_spans(piece))
     text = next((s["response_text"] for s in reversed(found["scores"]) if s["response_text"]), None)
     if text is not None:
         parts.extend([Text("response, as it was judged", style="bold"), _indented(text)])
@@ -162,12 +187,24 @@ def _piece_line(piece: dict[str, Any]) -> Text:
     return line
 
 
+def _spans(piece: dict[str, Any]) -> Text:
+    """The text of a segment, each version in its colour."""
+    made = Text("  ")
+    for text, version in zip(piece["span_texts"], piece["span_versions"], strict=True):
+        lines = "\n  ".join(printable(line) for line in text.split("\n"))
+        made.append(lines, style=_version_style(version if version >= 0 else None))
+    return made
+
+
 def _token_table(tokens: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("position", "token", "mask", "version", "rollout lp", "trainer lp", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("advantage", justify="right", no_wrap=True)
     table.add_column("source", no_wrap=True)
+    with_text = any("text" in token for token in tokens)
+    if with_text:
+        table.add_column("text", no_wrap=True)
     for token in tokens:
         rollout, trainer = token["rollout_log_prob"], token["log_prob"]
         both = rollout is not None and trainer is not None
@@ -181,7 +218,8 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
             _number(trainer),
             f"{trainer - rollout:+.2e}" if both else "",
             _number(token["advantage"]),
-            token["source"],
+            printable(token["source"]),
+            *([Text(_quoted(token["text"]))] if with_text else []),
             style=_version_style(version) if token["source"] == "sampled" else "dim",
         )
     return table
@@ -189,6 +227,11 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
 
 def _version_style(version: int | None) -> str:
     return "" if version is None else _COLOURS[version % len(_COLOURS)]
+
+
+def _quoted(text: str | None) -> str:
+    """A piece with its spaces to be seen; nothing for an id that the tokenizer does not have."""
+    return "" if text is None else f"'{printable(text)}'"
 
 
 def _number(value: float | None) -> str:

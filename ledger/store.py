@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -388,7 +389,8 @@ class Ledger:
 
         Without `run`, the only one; without `branch`, all of them; `as_of` as in `reader`. `params`
         fill `?`, `$1` (a sequence) or `$name` (a mapping). `tokenizer` is a tokenizer.json or the
-        folder of a model: then tokens have a column `text`.
+        folder of a model: then tokens have a column `text`; a file that the run did not begin with
+        gives a warning.
 
         Raises what `reader` raises, and:
             InvalidArgument: the query is wrong, does not only read, reaches outside of the views
@@ -397,9 +399,13 @@ class Ledger:
         """
         from ledger.result import Result
         from ledger.sql import run_query
-        from ledger.token_text import load_token_text
+        from ledger.token_text import load_token_text, other_tokenizer
 
         reader = self.reader(self.run(run).run_id, branch, as_of=as_of, verify=verify)
+        token_text = None if tokenizer is None else load_token_text(tokenizer)
+        other = None if token_text is None else other_tokenizer(reader, token_text)
+        if other is not None:
+            warnings.warn(other, stacklevel=2)
         return Result(
             run_query(
                 reader,
@@ -408,7 +414,7 @@ class Ledger:
                 timeout_s=timeout_s,
                 memory_limit=memory_limit,
                 allow_external=allow_external,
-                token_text=None if tokenizer is None else load_token_text(tokenizer),
+                token_text=token_text,
             )
         )
 

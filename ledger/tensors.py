@@ -95,9 +95,8 @@ def tensors_of(table: pa.Table) -> dict[str, Column]:
     for name, column in zip(table.column_names, table.columns, strict=True):
         if name in made:
             _refuse(name, "two columns of one name", "name them apart: AS")
-        whole = column.combine_chunks()
-        if isinstance(whole, pa.ChunkedArray):
-            whole = pa.concat_arrays(whole.chunks) if whole.num_chunks else pa.nulls(0, column.type)
+        # One piece is taken as it is; combine_chunks would copy it.
+        whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         if pa.types.is_list(whole.type) or pa.types.is_large_list(whole.type):
             lengths = pc.fill_null(whole.value_lengths(), 0).to_numpy(zero_copy_only=False)
             offsets = np.zeros(len(whole) + 1, np.int64)

@@ -10,12 +10,15 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ledger.errors import InvalidArgument, MissingDependency, NotFound, explain
 from ledger.hashing import file_hash
 
-__all__ = ["TokenText", "load_token_text"]
+if TYPE_CHECKING:
+    from ledger.scan import TableSource
+
+__all__ = ["TokenText", "load_token_text", "other_tokenizer"]
 
 _FILE = "tokenizer.json"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -52,6 +55,10 @@ class TokenText:
         """A sequence as text, as the tokenizer decodes it, special tokens included."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
+
+    def run(self, tokens: Iterable[int]) -> str:
+        """Pieces one after the other as text; what is no whole character becomes U+FFFD."""
+        return b"".join(self.piece(token) or b"" for token in tokens).decode("utf-8", "replace")
 
     def _find(self, token: int) -> bytes | None:
         if token < 0:
@@ -112,6 +119,17 @@ def load_token_text(path: str | Path) -> TokenText:
             )
         ) from error
     return TokenText(tokenizer, file_hash(data))
+
+
+def other_tokenizer(reader: TableSource, token_text: TokenText) -> str | None:
+    """A sentence where the tokenizer is not the file that the run began with; None where it is."""
+    known = set(reader.table("run_started", ["tokenizer_digest"])["tokenizer_digest"].to_pylist())
+    if not known or token_text.digest is None or token_text.digest in known:
+        return None
+    return (
+        f"this tokenizer (blake3 {token_text.digest.hex()}) is not the file that the run began "
+        f"with ({', '.join(sorted(digest.hex() for digest in known))}): texts may be other ones"
+    )
 
 
 def _types(decoder: Any) -> Iterable[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ledger.commands.common import FOUND, Parents, open_from, reader_from, seconds, whole
 from ledger.errors import InvalidArgument, explain
@@ -20,7 +21,13 @@ from ledger.output import (
     write_table,
 )
 
+if TYPE_CHECKING:
+    from ledger.reader import Reader
+    from ledger.token_text import TokenText
+
 __all__ = ["add"]
+
+_NAMED = re.compile(r"([A-Za-z_]\w*)(:?)=(.*)", re.DOTALL | re.ASCII)
 
 
 def add(commands: Any, parents: Parents) -> None:
@@ -36,6 +43,7 @@ def add(commands: Any, parents: Parents) -> None:
 
     made = commands.add_parser("show", parents=parents.everything, help="show one trajectory")
     made.add_argument("index", type=whole(0), metavar="INDEX", help="the sample")
+    _add_tokenizer(made)
     made.set_defaults(run_command=_show)
 
     made = commands.add_parser(
@@ -49,10 +57,19 @@ def add(commands: Any, parents: Parents) -> None:
         metavar="[NAME=]VALUE",
         action="append",
         default=[],
-        help="value of $NAME, or of $1, $2, … in order; JSON values keep their type",
+        help="value of $NAME, or of $1, $2, … in order. 12, 1.5, true, null and JSON lists keep "
+        "their type, other words are text; NAME:=VALUE must be JSON, NAME=… may be",
     )
     made.add_argument("--timeout", metavar="S", type=seconds, help="seconds the query may take")
     made.add_argument("--memory-limit", metavar="SIZE", help="memory it may use, such as 2GB")
+    made.add_argument("--output", "-o", metavar="FILE", help="write there instead of printing")
+    _add_tokenizer(made)
+    made.add_argument(
+        "--allow-external",
+        action="store_true",
+        help="let the query read files, too: whatever this process can read; it still changes "
+        "nothing and reaches no network",
+    )
     made.add_argument("--describe", metavar="VIEW", help="what the columns of a view mean")
     made.set_defaults(run_command=_sql)
 
@@ -102,6 +119,14 @@ def add(commands: Any, parents: Parents) -> None:
     made.set_defaults(run_command=_digest)
 
 
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json of the run, or the folder of its model: gives tokens their text",
+    )
+
+
 def _log(arguments: argparse.Namespace) -> int:
     from ledger.tree import draw_log, read_log
 
@@ -125,7 +150,8 @@ def _show(arguments: argparse.Namespace) -> int:
     from ledger.show import draw_trajectory, read_trajectory
 
     with open_from(arguments) as ledger:
-        found = read_trajectory(reader_from(ledger, arguments), arguments.index)
+        reader = reader_from(ledger, arguments)
+        found = read_trajectory(reader, arguments.index, _token_text(arguments, reader))
     if arguments.json:
         print_json(found)
     else:
@@ -143,15 +169,40 @@ def _sql(arguments: argparse.Namespace) -> int:
         raise _usage("--json or --format", "one of them", f"--json --format {arguments.format}")
     query = _query_text(arguments)
     with open_from(arguments) as ledger:
+        reader = reader_from(ledger, arguments)
         result = run_query(
-            reader_from(ledger, arguments),
+            reader,
             query,
             _parameters(arguments.param),
             timeout_s=arguments.timeout,
             memory_limit=arguments.memory_limit,
+            allow_external=arguments.allow_external,
+            token_text=_token_text(arguments, reader),
         )
-        write_table(result, "json" if arguments.json else arguments.format or "table")
+    write_table(result, _format(arguments), arguments.output)
     return 0
+
+
+def _format(arguments: argparse.Namespace) -> str:
+    """--format; else what the name of the output ends with; else a table."""
+    if arguments.json:
+        return "json"
+    if arguments.format is None and arguments.output is not None:
+        ending = Path(arguments.output).suffix.lstrip(".").lower()
+        return ending if ending in FORMATS else "table"
+    return arguments.format or "table"
+
+
+def _token_text(arguments: argparse.Namespace, reader: Reader) -> TokenText | None:
+    from ledger.token_text import load_token_text, other_tokenizer
+
+    if arguments.tokenizer is None:
+        return None
+    found = load_token_text(arguments.tokenizer)
+    other = other_tokenizer(reader, found)
+    if other is not None:
+        print(f"ledger {arguments.command}: {other}", file=sys.stderr)
+    return found
 
 
 def _follow(arguments: argparse.Namespace) -> int:
@@ -197,19 +248,31 @@ def _query_text(arguments: argparse.Namespace) -> str:
 
 
 def _parameters(given: Sequence[str]) -> list[Any] | dict[str, Any] | None:
-    """`NAME=VALUE` becomes a named parameter, anything else a numbered one; never both."""
-    import json
-
-    def value_of(text: str) -> Any:
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
-
-    named = {name: value_of(v) for name, _, v in (p.partition("=") for p in given) if v}
+    """`NAME=VALUE` and `NAME:=JSON` become named parameters, others numbered ones; never both."""
+    named: dict[str, Any] = {}
+    for text in given:
+        found = _NAMED.fullmatch(text)
+        if found is None:
+            continue
+        name, strict, value = found.groups()
+        if name in named:
+            raise _usage("--param", "each name once", text)
+        named[name] = _value(value, text if strict else None)
     if named and len(named) != len(given):
         raise _usage("--param", "all with a name, or none", ", ".join(given))
-    return named or [value_of(text) for text in given] or None
+    return named or [_value(text, None) for text in given] or None
+
+
+def _value(text: str, strict: str | None) -> Any:
+    """JSON as what it says, anything else as text; with `strict` (the whole word) only JSON."""
+    import json
+
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if strict is not None:
+            raise _usage("--param", "NAME:=JSON", f"{strict} ({error})") from error
+        return text
 
 
 def _usage(on: str, expected: str, found: str) -> InvalidArgument:

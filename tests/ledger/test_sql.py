@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from ledger.errors import InvalidArgument
+from ledger import open_ledger
+from ledger.errors import Corrupt, InvalidArgument
+from ledger.sandbox import forbidden_functions, refuse_changes
+from ledger.session import Session
 from ledger.sql import connect, run_query
-from tests.ledger.factory import MemoryReader
+from tests.ledger.factory import RUN, MemoryReader
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,60 @@ def test_reading_is_answered(everything: MemoryReader, query: str) -> None:
         'SELECT * FROM "arrow_scan" (1, 2, 3)',
         "EXPLAIN ANALYZE CREATE TABLE x AS SELECT 1",
         "EXPLAIN ANALYZE COPY (SELECT 1) TO '{out}'",
+        "SELECT * FROM query/* a comment hides */('SELECT 1')",
+        'SELECT * FROM main."QUERY"($$SELECT 1$$)',
+        "SELECT * FROM query_table('samples')",
+        "FROM samples, LATERAL (FROM read_text('{file}'))",
+        "SELECT (SELECT max(content) FROM read_text('{file}'))",
+        "SELECT 1 ORDER BY (SELECT count(*) FROM glob('{folder}/*'))",
+        "SELECT 1 LIMIT (SELECT count(*) FROM glob('{folder}/*'))",
+        "WITH a AS MATERIALIZED (FROM read_blob('{file}')) FROM a",
+        "WITH RECURSIVE a(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM a, glob('*')) FROM a",
+        "SELECT 1 UNION ALL BY NAME SELECT count(*) FROM sniff_csv('{file}')",
+        "PIVOT (FROM glob('{folder}/*')) ON file USING count(*)",
+        "PIVOT (FROM query/**/('SELECT 1 AS a')) ON a USING count(*)",
+        "WITH p AS (PIVOT (FROM read_text ('{file}')) ON size USING count(*)) FROM p",
+        "DESCRIBE SELECT * FROM read_csv('{file}')",
+        "SUMMARIZE SELECT * FROM query('SELECT 1')",
+        "EXPLAIN ANALYZE SELECT * FROM read_csv('{file}')",
+        "EXPLAIN (FORMAT json) SELECT * FROM query('SELECT 1')",
+        "SELECT * FROM read_duckdb('{file}')",
+        "SELECT * FROM parquet_metadata('{file}')",
+        "SELECT * FROM pandas_scan(1, 2, 3)",
+        "SELECT * FROM python_map_function(1)",
+        "SELECT * FROM json_execute_serialized_sql(json_serialize_sql('SELECT 1'))",
+        "SELECT * FROM enable_profiling()",
+        "SELECT * FROM force_checkpoint()",
+        "SELECT * FROM add_grammar_extension('a')",
+        "SELECT * FROM create_external_resource('a')",
+        "SELECT * FROM duckdb_secrets()",
+        "SELECT * FROM duckdb_settings()",
+        "SELECT * FROM duckdb_logs()",
+        "SELECT * FROM which_secret('s3://bucket', 's3')",
+        "SELECT * FROM test_all_types()",
+        "SELECT list_transform([1], lambda x: write_log('a'))",
+        "SELECT write_log('a')",
+        "SELECT current_setting('home_directory')",
+        "SELECT getenv('HOME')",
+        "SELECT nextval('a')",
+        "SELECT sleep_ms(1)",
+        "SET VARIABLE a = 1",
+        "RESET threads",
+        "USE memory",
+        "DETACH memory",
+        "EXECUTE a",
+        "DEALLOCATE a",
+        "CREATE MACRO f(x) AS x",
+        "CREATE TEMP TABLE x (a INTEGER)",
+        "CREATE SECRET (TYPE s3)",
+        "IMPORT DATABASE '{folder}'",
+        "EXPLAIN ANALYZE SET threads = 1",
+        "EXPLAIN EXPLAIN SELECT 1",
+        "VACUUM",
+        "ANALYZE",
+        "COMMENT ON VIEW samples IS 'a'",
+        "ALTER TABLE samples ADD COLUMN x INTEGER",
+        "MERGE INTO samples USING samples AS s ON false WHEN MATCHED THEN DELETE",
         "SELECT * FROM a_variable_of_the_caller",
         "SELECT * FROM enable_logging()",
     ],
@@ -90,6 +149,128 @@ def test_everything_else_is_refused(everything: MemoryReader, tmp_path: Path, qu
     assert "running a query" in str(caught.value)
     assert list(tmp_path.iterdir()) == [secret]
     assert a_variable_of_the_caller.num_rows == 1
+
+
+def test_no_table_function_of_this_duckdb_was_overlooked() -> None:
+    """What is allowed is a list: all else that DuckDB has is refused, whatever it is called."""
+    with duckdb.connect() as con:
+        forbidden = forbidden_functions(con)
+        known = con.execute(
+            "SELECT DISTINCT lower(function_name) FROM duckdb_functions() "
+            "WHERE function_type IN ('table', 'table_macro')"
+        ).fetchall()
+        names = sorted(name for (name,) in known if name in forbidden)
+        assert len(names) > 40
+        for name in names:
+            with pytest.raises(InvalidArgument, match=f"the function {name}"):
+                refuse_changes(con, f"SELECT * FROM {name}()", forbidden)
+            with pytest.raises(InvalidArgument, match=f"the function {name}"):
+                refuse_changes(con, f"PIVOT (FROM {name} /**/ ()) ON a USING count(*)", forbidden)
+
+
+def test_what_reading_files_would_give_is_said_and_is_given_when_allowed(
+    everything: MemoryReader, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"index": pa.array([0, 4]), "note": ["good", "bad"]}), mine)
+    query = (
+        "SELECT m.note, s.reward FROM samples AS s "
+        f"JOIN read_parquet('{mine}') AS m ON s.index = m.index ORDER BY m.note"
+    )
+    with pytest.raises(InvalidArgument, match="--allow-external"):
+        run_query(everything, query)
+    found = run_query(everything, query, allow_external=True)
+    assert found.to_pylist() == [{"note": "bad", "reward": 0.0}, {"note": "good", "reward": 1.0}]
+    assert run_query(everything, f"FROM '{mine}'", allow_external=True).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "COPY samples TO '{out}'",
+        "ATTACH '{out}'",
+        "EXPORT DATABASE '{out}'",
+        "CREATE TABLE x AS SELECT 1",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SELECT * FROM read_text('https://example.org/')",
+        "SELECT * FROM 's3://bucket/file.parquet'",
+        "SELECT * FROM read_duckdb('{out}')",
+        "SELECT * FROM query('SELECT 1')",
+        "SELECT * FROM arrow_scan(1, 2, 3)",
+        "SET python_enable_replacements = true",
+    ],
+)
+def test_files_allowed_means_reading_files_and_nothing_more(
+    everything: MemoryReader, tmp_path: Path, query: str
+) -> None:
+    with pytest.raises(InvalidArgument):
+        run_query(everything, query.format(out=tmp_path / "out"), allow_external=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_connection_of_its_own_reaches_nothing_outside(
+    everything: MemoryReader, tmp_path: Path
+) -> None:
+    (tmp_path / "secret.csv").write_text("a\n1\n")
+    out = tmp_path / "out"
+    with connect(everything) as con:
+        assert con.sql("SELECT count(*) FROM samples").fetchall() == [(20,)]
+        for statement in (
+            f"COPY samples TO '{out}'",
+            f"ATTACH '{out}'",
+            f"SELECT * FROM read_csv('{tmp_path}/secret.csv')",
+            "SET enable_external_access = true",
+            "SET python_enable_replacements = true",
+            "LOAD httpfs",
+        ):
+            with pytest.raises(duckdb.Error):
+                con.execute(statement)
+    assert not out.exists()
+
+
+def test_what_stored_bytes_raise_comes_out_as_it_was(everything: MemoryReader) -> None:
+    class Broken(MemoryReader):
+        def table(self, kind: str, columns: Sequence[str] | None = None) -> pa.Table:
+            raise Corrupt("a segment is not what was committed")
+
+    for query in ("SELECT count(*) FROM samples", "SELECT * FROM mismatch WHERE index = 1"):
+        with pytest.raises(Corrupt, match="not what was committed"):
+            run_query(Broken({}), query)
+
+
+def test_readers_of_a_ledger_share_connections_and_see_their_own_state(
+    story_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Session] = []
+    real = Session.__init__
+
+    def count_(self: Session, **options: object) -> None:
+        made.append(self)
+        real(self, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "__init__", count_)
+    with open_ledger(story_path) as ledger:
+        head = ledger.run(RUN).head_seq
+        first, all_ = ledger.reader(RUN, None, as_of=3), ledger.reader(RUN, None)
+        count = "SELECT count(*) AS n FROM events"
+        for _ in range(3):
+            assert first.sql(count)["n"].to_pylist() == [3]
+            assert all_.sql(count)["n"].to_pylist() == [head]
+        assert len(made) == 1
+        # An error costs the connection; what asks for limits has its own.
+        with pytest.raises(InvalidArgument):
+            all_.sql("SELECT nothing FROM samples")
+        assert ledger.sql(count, memory_limit="200MB").rows() == [{"n": head}]
+        assert len(made) == 2
+        with ThreadPoolExecutor(8) as pool:
+            found = list(
+                pool.map(lambda i: (first if i % 2 else all_).sql(count)["n"][0].as_py(), range(32))
+            )
+        assert found == [head, 3] * 16
+    for session in made:
+        with pytest.raises(duckdb.ConnectionException):
+            session.connection.execute("SELECT 1")
 
 
 def test_a_connection_sees_no_variable_of_its_caller(everything: MemoryReader) -> None:
