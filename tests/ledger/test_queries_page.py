@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ledger import Ledger
-from tests.ledger.factory import RUN
+from ledger.sql import run_query
+from tests.ledger.factory import REWARDS, RUN, MemoryReader, step, table_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "queries.md"
 QUERIES = re.findall(r"^```sql\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
@@ -39,12 +40,40 @@ def test_zero_variance_groups(story_ledger: Ledger) -> None:
 
 
 def test_largest_mismatch_first(story_ledger: Ledger) -> None:
-    found = ask(story_ledger, "LIMIT 20")
+    found = ask(story_ledger, "branch LIMIT 20")
     # The trainer differs by index / 100; step 1 trained samples 12–15 on both branches.
     assert [row["index"] for row in found[:4]] == [15, 15, 14, 14]
     assert found[0]["largest"] == pytest.approx(0.15, abs=1e-6)
     # Sample 1 has -inf and NaN: only its −0.0 can be compared.
     assert next(row for row in found if row["index"] == 1)["tokens"] == 1
+
+
+def test_mismatch_by_version(story_ledger: Ledger) -> None:
+    found = {row["weight_version"]: row for row in ask(story_ledger, "sum(not_finite)")}
+    # Version 0: samples 0, 2, 3 (3 tokens), 8 to 11 (5), the −0.0 of 1; twice the 2 of 12.
+    by_index = {0: 3, 2: 3, 3: 3, 1: 1} | dict.fromkeys(range(8, 12), 5) | {12: 2 * 2}
+    differences = sum(count * index / 100 for index, count in by_index.items())
+    assert found[0]["tokens"] == sum(by_index.values()) == 34
+    assert found[0]["mean"] == pytest.approx(differences / 34, abs=1e-6)
+    assert found[0]["largest"] == pytest.approx(0.12, abs=1e-6)
+    assert found[0]["not_finite"] == 2
+    # Version 1: twice the other 2 of 12, and the 4 of 13, 14 and 15.
+    assert found[1]["tokens"] == 2 * (2 + 3 * 4)
+    assert found[1]["largest"] == pytest.approx(0.15, abs=1e-6)
+    assert set(found) == {0, 1}
+
+
+def test_each_reward_is_its_samples(story_ledger: Ledger) -> None:
+    found = ask(story_ledger, "place_in_batch")
+    rewards = {4 * g + i: reward for g, of in REWARDS.items() for i, reward in enumerate(of)}
+    assert {row["index"]: row["reward"] for row in found} == {i: rewards.get(i) for i in range(20)}
+    # Group 1 was filtered: the batch goes on with sample 8, which has the reward of sample 8.
+    main = [row for row in found if row["step"] == 0]
+    assert [(r["index"], r["place_in_batch"], r["reward"], r["decision"]) for r in main] == [
+        (index, place, rewards[index], "kept")
+        for place, index in enumerate((0, 1, 2, 3, 8, 9, 10, 11))
+    ]
+    assert {r["decision"] for r in found if 4 <= r["index"] < 8} == {"filtered"}
 
 
 def test_what_cannot_be_compared(story_ledger: Ledger) -> None:
@@ -79,3 +108,30 @@ def test_tokens_of_a_step(story_ledger: Ledger) -> None:
 
 def test_nothing_was_trained_twice(story_ledger: Ledger) -> None:
     assert ask(story_ledger, "HAVING count(*) > 1") == []
+    assert ask(story_ledger, "count(DISTINCT index) AS samples") == [
+        {"branch": "main", "trained": 12, "samples": 12},
+        {"branch": "rloo", "trained": 4, "samples": 4},
+    ]
+
+
+def test_a_sample_that_was_trained_twice_is_found() -> None:
+    (query,) = (q for q in QUERIES if "HAVING count(*) > 1" in q)
+    steps = [
+        step(n, [0, 1, n + 4, 7], rollout_step=n, version_in=n, version_out=n + 1) for n in (0, 1)
+    ]
+    forged = MemoryReader(
+        {
+            "step_committed": table_of(
+                "step_committed", [("main", n, s) for n, s in enumerate(steps)]
+            )
+        }
+    )
+    assert run_query(forged, query).to_pylist() == [
+        {"branch": "main", "index": index, "times": 2, "steps": [0, 1]} for index in (0, 1, 7)
+    ]
+
+
+def test_what_came_since(story_ledger: Ledger) -> None:
+    found = ask(story_ledger, "seq > 42")
+    assert sum(row["events"] for row in found) == story_ledger.run(RUN).head_seq - 42
+    assert found[0]["first"] == 43
