@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import queue
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -79,7 +80,7 @@ def _processes(folder: Path, each: int, repetitions: int) -> Figure:
     ]
     for process in processes:
         process.start()
-    taken = [results.get(timeout=300) for _ in processes]
+    taken = [_result(results, processes) for _ in processes]
     for process in processes:
         process.join()
     with open_ledger(folder / "ledger") as ledger:
@@ -101,6 +102,18 @@ def _processes(folder: Path, each: int, repetitions: int) -> Figure:
         "none is missing",
         details={"ledger_s": own, "raw_s": raw},
     )
+
+
+def _result(results: Any, processes: Sequence[Any]) -> dict[str, list[float]]:
+    """What one of the processes measured. Raises RuntimeError where one failed."""
+    while True:
+        try:
+            measured: dict[str, list[float]] = results.get(timeout=1)
+            return measured
+        except queue.Empty:
+            failed = [process.exitcode for process in processes if process.exitcode]
+            if failed:
+                raise RuntimeError(f"writing processes ended with {failed}") from None
 
 
 def _one_process(
