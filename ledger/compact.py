@@ -217,6 +217,7 @@ def compact(
     files: list[MadeFile] = []
     total, done = sum(len(b.segments) for b in batches), 0
     if not dry_run:
+        ledger.require_writable()
         for batch in batches:
             for file in _seal(ledger, batch, target_bytes):
                 files.append(file)
@@ -255,11 +256,15 @@ def _finish(
         for h in writer.held
     ]
     _read_back(ledger, batch, places, writer.held)
-    with ledger.catalog.write() as connection:
+
+    def swap(connection: sa.Connection) -> int:
         # Collection removes files under the same lock: what is there now stays until it is named.
         lock_run(connection, batch.run_id)
         ledger.store.stamp(path)
-        moved = move(connection, list(zip(chosen, places, strict=True)), "compacted")
+        return move(connection, list(zip(chosen, places, strict=True)), "compacted")
+
+    moved = ledger.catalog.transact(swap)
+    ledger.index.forget(batch.run_id)
     return MadeFile(
         path=path,
         kind=batch.kind,
