@@ -45,6 +45,11 @@ class CommitQueue:
         self._enough = threading.Event()
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="ledger-commit")
 
+    @property
+    def waiting(self) -> int:
+        """Appends that wait for a leader."""
+        return len(self._waiting)
+
     def submit(self, one: Appending) -> Receipt:
         """Wait until the append is durable. Raises what refused it, or what the store did."""
         one.done.acquire()

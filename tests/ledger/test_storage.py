@@ -173,3 +173,70 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
         list(store.list("d"))
     with pytest.raises(StorageFailed, match="denied"):
         store.sweep(0)
+
+
+def test_small_objects_are_named_before_they_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acknowledged only when the bytes and the way to them are durable; leftovers are replaced."""
+    calls: list[tuple[str, Path]] = []
+    names: dict[int, Path] = {}
+    real = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace")}
+
+    def recorded_open(path: Any, *args: Any) -> int:
+        descriptor: int = real["open"](path, *args)
+        names[descriptor] = Path(path)
+        return descriptor
+
+    def recorded(name: str) -> Any:
+        def call(descriptor: int, *args: Any) -> Any:
+            calls.append((name, names[descriptor]))
+            return real[name](descriptor, *args)
+
+        return call
+
+    def recorded_replace(source: Any, target: Any) -> None:
+        calls.append(("replace", Path(target)))
+        real["replace"](source, target)
+
+    monkeypatch.setattr(os, "open", recorded_open)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    for name in ("write", "fsync"):
+        monkeypatch.setattr(os, name, recorded(name))
+    store = LocalStore(tmp_path)
+    store.put_hashed([("d/x", b"12345")])
+    folder = tmp_path / "d"
+    assert calls[:2] == [("write", folder / "x"), ("fsync", folder / "x")]
+    assert set(calls[2:]) == {("fsync", folder), ("fsync", tmp_path)}
+    # What a crash left under the name of these bytes.
+    (folder / "y").write_bytes(b"123")
+    calls.clear()
+    store.put_hashed([("d/y", b"12345")])
+    steps = [(what, on if on in (folder, folder / "y") else "aside") for what, on in calls]
+    assert steps == [
+        ("write", "aside"),
+        ("fsync", "aside"),
+        ("replace", folder / "y"),
+        ("fsync", folder),
+    ]
+    assert [store.read(f"d/{name}").to_pybytes() for name in "xy"] == [b"12345"] * 2
+    assert sorted(p.name for p in folder.iterdir()) == ["x", "y"]
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+def test_a_small_object_that_does_not_fit_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put_hashed([("d/x", b"1")])
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, full)
+        with pytest.raises(StorageFailed, match="No space"):
+            store.put_hashed([("d/y", b"12345")])
+    assert [p.name for p in (tmp_path / "d").iterdir()] == ["x"]
+    store.put_hashed([("d/y", b"12345")])
+    assert store.read("d/y").to_pybytes() == b"12345"
