@@ -261,10 +261,11 @@ def _newest_and_size(folder: Path) -> tuple[int, int]:
 
 
 def _size_at(ledger: Ledger, path: str) -> int:
+    """Of a file that has no name in the store yet; 0 where that cannot be told (an upload)."""
     try:
-        return ledger.store.stamp(path).size_bytes
-    except (NotFound, StorageFailed):
-        return 0  # a multipart upload, say, which is no object yet
+        return 0 if ledger.root is None else (ledger.root / path).lstat().st_size
+    except OSError:
+        return 0
 
 
 def _remove_folder(folder: Path) -> None:

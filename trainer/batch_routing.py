@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ledger.errors import InvalidEvent, NotFound, explain
+from ledger.reader import Reader
 from ledger.views import TableSource
 from trainer.batch_rows import select_rows
 
@@ -26,18 +27,22 @@ def read_routing(
     `lengths_B` are tokens of prompt and response. A sample with one segment is a view of the stored
     bytes, not a copy.
 
-    Raises NotFound where some samples have routing and others, named, have none; InvalidEvent for
-    a hole, an overlap, bytes that do not fit their shape, an id that is no expert, or segments of
-    different shape.
+    Raises NoLongerKept where routing of these samples was recorded and a rule of retention has
+    retired it since; NotFound where some samples have routing and others, named, have none;
+    InvalidEvent for a hole, an overlap, bytes that do not fit their shape, an id that is no expert,
+    or segments of different shape.
     """
     table = reader.table("routing_recorded", _COLUMNS)
     table = table.filter(pa.array(select_rows(table.column("index"), indices_B))).sort_by(
         [("index", "ascending"), ("start", "ascending")]
     )
-    if table.num_rows == 0:
-        return None
     row_index = table.column("index").to_numpy()
     missing = np.setdiff1d(indices_B, row_index)
+    if isinstance(reader, Reader):
+        # Without this, a step whose routing is retired would be run again as one that had none.
+        reader.require_kept("routing_recorded", "index", missing.tolist())
+    if table.num_rows == 0:
+        return None
     if len(missing):
         raise NotFound(
             explain(
@@ -62,6 +67,8 @@ def read_routing(
             said = meta[row]
             if (said["layers"], said["topk"], said["num_experts"], said["dtype"]) != shape:
                 raise _invalid(index, f"layers, K, experts and dtype {shape}", said)
+            if said["start"] != reached and isinstance(reader, Reader):
+                reader.require_kept("routing_recorded", "index", [index])
             if said["start"] != reached:
                 what = "a hole" if said["start"] > reached else "an overlap"
                 raise _invalid(
@@ -71,6 +78,8 @@ def read_routing(
                 )
             parts.append(_decode(index, said, blobs[row].as_buffer()))
             reached += said["rows"]
+        if reached != length - 1 and isinstance(reader, Reader):
+            reader.require_kept("routing_recorded", "index", [index])
         if reached != length - 1:
             raise _invalid(
                 index,

@@ -140,6 +140,22 @@ def test_retired_rows_are_gone_and_everything_else_is_as_before(
     assert left(ledger) == [8, 9, 10, 11, 100, 101]
 
 
+def test_training_on_retired_routing_says_so_instead_of_going_on_without_it(
+    ledger: Ledger,
+) -> None:
+    from trainer.batch_routing import read_routing
+
+    lengths = np.full(2, 3, np.int64)
+    (first, second) = read_routing(ledger.reader("r"), np.array([2, 3]), lengths) or ()
+    assert first.shape == second.shape == (2, 2, 2)
+    retire(ledger, before_version=2, branch="main")
+    for indices in ([2, 3], [3, 4], [4, 2]):
+        with pytest.raises(NoLongerKept, match="such as replaying these steps"):
+            read_routing(ledger.reader("r"), np.array(indices), lengths)
+    assert read_routing(ledger.reader("r"), np.array([4, 5]), lengths) is not None
+    assert read_routing(ledger.reader("r"), np.array([500, 501]), lengths) is None
+
+
 def test_a_segment_that_is_missing_without_its_event_is_a_loss(folder: Path) -> None:
     with open_ledger(folder) as ledger:
         retire(ledger, before_version=1)
