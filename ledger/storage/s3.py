@@ -21,6 +21,7 @@ from ledger.storage.s3_place import open_filesystem, parse_s3
 __all__ = ["S3Store"]
 
 _AT_ONCE = 8
+_PAGE = 1000
 _NOT_STORED = "an object was not stored"
 
 
@@ -45,10 +46,12 @@ class S3Store:
         *,
         part_bytes: int = objects_of.PART_BYTES,
         cache_bytes: int | None = None,
+        page: int = _PAGE,
     ) -> None:
         """Connects to nothing yet but reads the settings.
 
         `part_bytes`: objects of more than twice this are sent in parts; S3 takes none below 5 MiB.
+        `page`: how many names are asked for at a time; S3 gives no more than 1,000.
 
         Raises:
             InvalidArgument: no place on S3, or an option that s3fs does not know.
@@ -59,6 +62,7 @@ class S3Store:
         self.uri = self._place.uri
         self._options = dict(storage_options or {})
         self._part_bytes = part_bytes
+        self._page = page
         self._cache = BufferCache(_limit(cache_bytes))
         self._process = 0
         self._connect()
@@ -125,14 +129,14 @@ class S3Store:
         return data
 
     def list(self, prefix: str) -> Iterator[str]:
-        """See ObjectStore. One request for a thousand, asked as they are needed."""
+        """See ObjectStore. A page at a time, asked for when it is needed."""
         require_folder(prefix)
         root = f"{self._place.prefix}/" if self._place.prefix else ""
         below = f"{root}{prefix}/" if prefix else root
         more: dict[str, str] = {}
         while True:
             with translated("objects were not listed", f"{self.uri}/{prefix}"):
-                page = self._ask("list_objects_v2", Prefix=below, **more)
+                page = self._ask("list_objects_v2", Prefix=below, MaxKeys=self._page, **more)
             for found in page.get("Contents", ()):
                 yield found["Key"].removeprefix(root)
             if not page.get("IsTruncated"):
@@ -153,7 +157,9 @@ class S3Store:
         more: dict[str, str] = {}
         with translated("unfinished uploads were not removed", self.uri):
             while True:
-                page = self._ask("list_multipart_uploads", Prefix=root, **more)
+                page = self._ask(
+                    "list_multipart_uploads", Prefix=root, MaxUploads=self._page, **more
+                )
                 for upload in page.get("Uploads", ()):
                     if upload["Initiated"].timestamp() > time.time() - older_than_s:
                         continue

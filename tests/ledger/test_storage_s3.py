@@ -126,6 +126,15 @@ def test_an_upload_that_fails_shows_nothing_and_is_swept(
     store.put([("d/x", LARGE)])
 
 
+def test_names_come_a_page_at_a_time(s3_server: S3Server, bucket: str) -> None:
+    store = S3Store(f"s3://{bucket}/l", s3_server.storage_options, page=2)
+    names = [f"d/{i}" for i in range(5)]
+    store.put([(name, b"1") for name in names])
+    s3_server.asked(bucket)
+    assert list(store.list("d")) == names
+    assert len(s3_server.asked(bucket)) == 3
+
+
 def test_others_objects_are_seen_at_once(s3_server: S3Server, bucket: str, store: S3Store) -> None:
     assert list(store.list("d")) == []
     other = open_store(f"s3://{bucket}/l", s3_server.storage_options)
