@@ -25,7 +25,7 @@ _OURS = "this ledger"
 
 def peer_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
     """Write and sync, then read into torch, against the bare bytes of the arrays."""
-    events = generated((1 if quick else 8) << 20)
+    events = generated((1 if quick else 4) << 20)
     bare = [np.concatenate([e.tokens for e in events]).tobytes()]
     bare.append(np.concatenate([e.rollout_log_probs for e in events]).tobytes())
     size = sum(len(piece) for piece in bare)

@@ -42,7 +42,7 @@ def sealed_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
         for _ in range(2 if quick else 4):
             writer.append(skewed_routing(4, 500, random))
         what = f"{_SYNTHETIC}: 8 of 128 experts, 48 layers, each with favourites"
-        yield _size(ledger, "routing", _OF_ROUTING, 0.9, what)
+        yield _size(ledger, "expert ids of routing", _OF_ROUTING, 0.9, what)
 
 
 def recorded_size(source: Path, folder: Path) -> Iterator[Figure]:
