@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import migrations
 from ledger.catalog import postgres
+from ledger.catalog.address import shown
+from ledger.catalog.copies import copy_to_memory, rows_to_memory
 from ledger.catalog.engine import Catalog
-from ledger.errors import IncompatibleFormat, InvalidArgument, explain
+from ledger.catalog.mounts import network_filesystem
+from ledger.catalog.sqlite import meaning, sqlite_url
+from ledger.errors import (
+    IncompatibleFormat,
+    InvalidArgument,
+    LedgerError,
+    StorageFailed,
+    explain,
+)
 from ledger.place import (
     Place,
+    not_writable,
     place_of,
     require_format,
     require_mark,
     require_same,
     require_there,
 )
-from ledger.place import (
-    create as create_place,
-)
+from ledger.place import create as create_place
 from ledger.storage import open_store
 from ledger.store import Ledger
 
@@ -39,16 +49,21 @@ def open_ledger(
 
     `uri` is a folder (a path or file://), s3://BUCKET/PREFIX, or memory://NAME, which lasts as long
     as the process. `catalog` is the address of its catalog (default: LEDGER_CATALOG; else
-    catalog.sqlite in the folder). `storage_options` go to the store. `read_only` refuses every
-    write, and writes nothing by itself.
+    catalog.sqlite in the folder). `storage_options` go to the store.
+
+    `read_only` refuses every write, and writes nothing by itself. What cannot be written opens for
+    reading all the same, and every write is refused with the reason: a place without write
+    permission, SQLite on a network file system, a catalog of an older version (see `ledger
+    migrate`). Of these the first two may be read from a copy in memory, which shows the state at
+    the time of opening, and the last one always is.
 
     Processes may open, and create, one ledger at the same time. A forked child must open its own.
 
     Raises:
         NotFound: there is none, and `create` is False.
-        IncompatibleFormat: the place holds something else, a ledger of another version, or store
+        IncompatibleFormat: the place holds something else, a ledger of a newer version, or store
             and catalog are of two ledgers.
-        StorageFailed: the place cannot be read or written.
+        StorageFailed: the place cannot be read; with `create`: or written.
         Corrupt: the catalog is damaged so that it cannot be read.
         InvalidArgument: a kind of place or catalog that is not supported or was not said.
         MissingDependency: the driver of the store or the catalog is not installed.
@@ -66,7 +81,12 @@ def open_ledger(
             mark = require_mark(place)
         else:
             require_there(place, mark)
-        opened = _open_catalog(place, read_only=read_only)
+        refusal: LedgerError | None = None
+        if read_only:
+            refusal = InvalidArgument(
+                explain("nothing was written: the ledger was opened for reading only", on=store.uri)
+            )
+        opened = _open_file(place, refusal) if place.file else Catalog(place.url, refusal=refusal)
         try:
             with opened.read() as connection:
                 ledger_id, revision = require_format(connection, opened.name)
@@ -74,30 +94,79 @@ def open_ledger(
                     postgres.require_durable(connection, opened.name)
             require_same(place, mark, ledger_id)
             if revision != migrations.HEAD:
-                raise IncompatibleFormat(
-                    explain(
-                        "this ledger's catalog is of an older version",
-                        on=opened.name,
-                        expected=f"catalog {migrations.HEAD}",
-                        found=f"catalog {revision}",
-                        do="raise it: ledger migrate",
-                    )
-                )
+                opened = _upgraded(place, opened, revision)
         except BaseException:
             opened.close()
             raise
     except BaseException:
         store.close()
         raise
-    return Ledger(store, opened, ledger_id, read_only=read_only)
+    return Ledger(store, opened, ledger_id, read_only=opened.refusal is not None)
 
 
-def _open_catalog(place: Place, *, read_only: bool) -> Catalog:
-    refusal = None
-    if read_only:
-        refusal = InvalidArgument(
+def _open_file(place: Place, refusal: LedgerError | None) -> Catalog:
+    """An SQLite file: itself where it can be written, else itself for reading, else a copy."""
+    path = place.file
+    if path is None:
+        raise ValueError("not an SQLite file")
+    reason = not_writable(path)
+    if reason is None:
+        return Catalog(place.url, refusal=refusal)
+    refusal = refusal or reason
+    if network_filesystem(path) is None:
+        # SQLite can follow another process's writes without writing, where its files are there.
+        live = Catalog(sqlite_url(path, mode="ro"), refusal=refusal, name=shown(place.url))
+        try:
+            with live.read() as connection:
+                require_format(connection, live.name)
+            return live
+        except StorageFailed:
+            live.close()
+        except BaseException:
+            live.close()
+            raise
+    try:
+        url, let_go = copy_to_memory(path, locked=False)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        kind, found, do = meaning(error)
+        raise kind(
+            explain("the catalog was not read", on=shown(place.url), found=found, do=do)
+        ) from error
+    return Catalog(url, refusal=refusal, name=shown(place.url), on_close=let_go)
+
+
+def _upgraded(place: Place, opened: Catalog, revision: str) -> Catalog:
+    """A copy in memory of a catalog of an older version, raised to ours; `opened` is closed.
+
+    Raises:
+        IncompatibleFormat: the version is not known.
+    """
+    if revision not in migrations.REVISIONS:
+        raise IncompatibleFormat(
             explain(
-                "nothing was written: the ledger was opened for reading only", on=place.store.uri
+                "this ledger's catalog is of a version that is not known",
+                on=opened.name,
+                expected=f"catalog {' or '.join(migrations.REVISIONS)}",
+                found=f"catalog {revision}",
             )
         )
-    return Catalog(place.url, refusal=refusal)
+    refusal = IncompatibleFormat(
+        explain(
+            "nothing was written: this ledger's catalog is of an older version",
+            on=opened.name,
+            expected=f"catalog {migrations.HEAD}",
+            found=f"catalog {revision}",
+            do="raise it: ledger migrate",
+        )
+    )
+    with opened.read() as connection:
+        url, let_go = rows_to_memory(connection, revision)
+    made = Catalog(url, name=opened.name, on_close=let_go)
+    try:
+        made.transact(migrations.upgrade)
+    except BaseException:
+        made.close()
+        raise
+    opened.close()
+    made.refusal = refusal
+    return made

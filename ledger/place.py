@@ -22,11 +22,13 @@ from ledger.catalog import postgres
 from ledger.catalog import tables as t
 from ledger.catalog.address import KINDS, catalog_url, kind_of, shown
 from ledger.catalog.engine import Catalog
+from ledger.catalog.mounts import OVERRIDE, network_filesystem
 from ledger.catalog.sqlite import memory_url, sqlite_url
 from ledger.errors import (
     Corrupt,
     IncompatibleFormat,
     InvalidArgument,
+    LedgerError,
     NotFound,
     StorageFailed,
     explain,
@@ -35,7 +37,17 @@ from ledger.mark import MARK, Mark, read_mark, write_mark
 from ledger.storage import ObjectStore
 from ledger.storage.probe import PROBES, require_exclusive_create
 
-__all__ = ["CATALOG", "FORMAT", "Place", "create", "place_of", "require_format", "require_mark"]
+__all__ = [
+    "CATALOG",
+    "FORMAT",
+    "Place",
+    "create",
+    "locked",
+    "not_writable",
+    "place_of",
+    "require_format",
+    "require_mark",
+]
 
 FORMAT = 1
 """Version of the stored format as a whole."""
@@ -172,6 +184,36 @@ def require_there(place: Place, mark: Mark | None) -> None:
     )
 
 
+def not_writable(path: Path) -> LedgerError | None:
+    """Why an SQLite catalog at `path` must not be written; None where it may be."""
+    kind = network_filesystem(path)
+    if kind is not None:
+        return InvalidArgument(
+            explain(
+                "nothing was written: SQLite's locks and memory maps do not hold on a network file "
+                "system, and two writers would destroy the catalog",
+                on=str(path),
+                expected="a local disk",
+                found=f"a file system of kind {kind}",
+                do="keep the catalog in PostgreSQL (--catalog postgresql+psycopg://…), or on a "
+                "disk of the only host that writes (--catalog sqlite:////local/catalog.sqlite); "
+                f"{OVERRIDE}=1 if the place is of one host alone and its locks are known to hold",
+            )
+        )
+    folder = path.parent
+    for place in (path, folder) if path.exists() else ():
+        if not os.access(place, os.W_OK):
+            return StorageFailed(
+                explain(
+                    "nothing was written: the catalog cannot be written",
+                    on=str(path),
+                    expected="permission to write it and its folder",
+                    found=f"{place} is read-only to this process",
+                )
+            )
+    return None
+
+
 def _no_ledger(place: Place) -> NotFound:
     at = str(place.store.root or place.store.uri)
     also = " --catalog …" if place.named else ""
@@ -218,9 +260,12 @@ def create(place: Place) -> Place:
         if place.store.root is not None:
             place.store.root.mkdir(parents=True, exist_ok=True)
         if place.file is not None:
+            reason = not_writable(place.file)
+            if reason is not None:
+                raise reason
             _require_free(place)
             place.file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place):
+        with locked(place):
             if place.in_memory and read_mark(place.store) is None:
                 # What a forgotten store of this name had is no part of the new one.
                 place = dataclasses.replace(place, url=memory_url(place.store.uri, fresh=True))
@@ -231,7 +276,7 @@ def create(place: Place) -> Place:
                 catalog.close()
             return place
     except OSError as error:
-        if isinstance(error, StorageFailed | Corrupt):
+        if isinstance(error, LedgerError):
             raise
         raise StorageFailed(
             explain("a ledger was not made", on=on, found=f"{type(error).__name__}: {error}")
@@ -320,7 +365,7 @@ def _fill(connection: sa.Connection, catalog: Catalog, mark: Mark) -> str:
 
 
 @contextlib.contextmanager
-def _locked(place: Place) -> Iterator[None]:
+def locked(place: Place) -> Iterator[None]:
     """Alone with an SQLite file, whose mode is set outside of any transaction."""
     if place.in_memory:
         with _in_memory:

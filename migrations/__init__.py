@@ -9,9 +9,12 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-__all__ = ["HEAD", "current", "downgrade", "upgrade"]
+__all__ = ["HEAD", "REVISIONS", "current", "downgrade", "upgrade"]
 
-HEAD = "0002"
+REVISIONS = ("0001", "0002")
+"""All there ever were, in order."""
+
+HEAD = REVISIONS[-1]
 
 
 def current(connection: sa.Connection) -> str | None:

@@ -33,6 +33,8 @@ def kind_of(url: sa.URL) -> str:
 
 def shown(url: sa.URL) -> str:
     """The address as it may be printed: without user, password and other secrets."""
+    if kind_of(url) == "sqlite":
+        return f"sqlite:///{url.database}"
     return redact_text(url.render_as_string(hide_password=True))
 
 

@@ -89,7 +89,7 @@ def test_opening_something_else(tmp_path: Path) -> None:
     [
         ("UPDATE meta SET value = '2' WHERE key = 'format'", "newer version"),
         ("UPDATE alembic_version SET version_num = '9999'", "newer version"),
-        ("UPDATE alembic_version SET version_num = '0000'", "ledger migrate"),
+        ("UPDATE alembic_version SET version_num = '0000'", "not known"),
     ],
 )
 def test_other_formats_are_refused(tmp_path: Path, statement: str, text: str) -> None:
