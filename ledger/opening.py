@@ -126,7 +126,7 @@ def _open_file(place: Place, refusal: LedgerError | None) -> Catalog:
             live.close()
             raise
     try:
-        url, let_go = copy_to_memory(path, locked=False)
+        url, let_go = copy_to_memory(path)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         kind, found, do = meaning(error)
         raise kind(

@@ -24,11 +24,11 @@ _TRIES = 20
 _ROWS = 1000
 
 
-def copy_to_memory(path: Path, *, locked: bool) -> tuple[sa.URL, Callable[[], None]]:
-    """A copy in memory of an SQLite file with its log, as it is now; and what lets go of it.
+def copy_to_memory(path: Path) -> tuple[sa.URL, Callable[[], None]]:
+    """A copy in memory of an SQLite file with its log, as they lie; and what lets go of it.
 
-    `locked`: the file is read under SQLite's own locks; else file and log are copied as they lie,
-    again and again until neither changed meanwhile.
+    No lock is taken and nothing is written there: file and log are copied again and again until
+    neither has changed meanwhile.
 
     Raises:
         StorageFailed: they changed all the time, or cannot be read.
@@ -36,19 +36,19 @@ def copy_to_memory(path: Path, *, locked: bool) -> tuple[sa.URL, Callable[[], No
     """
     name = f"copy {secrets.token_hex(8)}"
     url = memory_url(name)
-
-    def let_go() -> None:
-        forget_memory(name)
-
     try:
-        with contextlib.ExitStack() as stack:
-            if not locked:
-                path = stack.enter_context(_as_it_lies(path))
-            _backup(path, f"{url.database}?vfs=memdb")
+        with _as_it_lies(path) as copied:
+            connection = sqlite3.connect(copied)
+            try:
+                # Takes the log into the file: memory has no place for one.
+                connection.execute("PRAGMA journal_mode = DELETE")
+            finally:
+                connection.close()
+            _backup(copied, f"{url.database}?vfs=memdb")
     except BaseException:
-        let_go()
+        forget_memory(name)
         raise
-    return url, let_go
+    return url, lambda: forget_memory(name)
 
 
 def copy_to_file(path: Path, target: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_catalog_that_never_rests_is_not_copied_torn(
 
     monkeypatch.setattr(copies.shutil, "copyfile", busy)
     with pytest.raises(StorageFailed, match="faster than it can be copied"):
-        copies.copy_to_memory(path, locked=False)
+        copies.copy_to_memory(path)
 
 
 def test_without_the_right_to_write(tmp_path: Path) -> None:
