@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ledger.errors import Corrupt, LedgerError, NotFound
+from ledger.hashing import file_hash
 from ledger.storage import LocalStore, ObjectStore
 from ledger.storage.memory import MemoryStore
 from ledger.storage.probe import require_exclusive_create
@@ -115,6 +116,17 @@ def test_a_name_is_given_once(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [1_000, LARGE_BYTES])
+def test_small_objects_that_are_named_by_their_bytes(place: Open, store: ObjectStore) -> None:
+    objects = [(f"d/{file_hash(data).hex()}", data) for data in (b"", b"1", b"2" * 1000)]
+    store.put_hashed(objects)
+    place().put_hashed(objects)
+    assert sorted(store.list("")) == sorted(path for path, _ in objects)
+    for path, data in objects:
+        assert place().read(path).to_pybytes() == data
+    with pytest.raises(Corrupt, match="leaves the store"):
+        store.put_hashed([("../x", b"1")])
+
+
 def test_of_racing_writers_with_other_bytes_one_wins(place: Open, size_bytes: int) -> None:
     contents = [bytes([i]) * size_bytes for i in range(WRITERS)]
     answers = race(place, lambda store, i: store.put([("d/x", contents[i])]))
