@@ -115,7 +115,6 @@ def test_a_name_is_given_once(store: ObjectStore) -> None:
     assert list(store.sweep(0)) == []
 
 
-@pytest.mark.parametrize("size_bytes", [1_000, LARGE_BYTES])
 def test_small_objects_that_are_named_by_their_bytes(place: Open, store: ObjectStore) -> None:
     objects = [(f"d/{file_hash(data).hex()}", data) for data in (b"", b"1", b"2" * 1000)]
     store.put_hashed(objects)
@@ -127,6 +126,7 @@ def test_small_objects_that_are_named_by_their_bytes(place: Open, store: ObjectS
         store.put_hashed([("../x", b"1")])
 
 
+@pytest.mark.parametrize("size_bytes", [1_000, LARGE_BYTES])
 def test_of_racing_writers_with_other_bytes_one_wins(place: Open, size_bytes: int) -> None:
     contents = [bytes([i]) * size_bytes for i in range(WRITERS)]
     answers = race(place, lambda store, i: store.put([("d/x", contents[i])]))
