@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ledger.errors import InvalidEvent, explain
 from ledger.fields import Column, Event
-from ledger.schema import arrow_schema, columns_of, event_class, table_kind, type_name, upcast
+from ledger.schema import (
+    arrow_schema,
+    columns_of,
+    event_class,
+    table_kind,
+    table_layout,
+    type_name,
+    upcast,
+)
 
-__all__ = ["events_of", "events_to_table", "refuse", "table_to_events"]
+__all__ = ["events_of", "events_to_table", "refuse", "require_layout", "table_to_events"]
 
 _MAX_VALUES = 2**31 - 1  # list offsets are 32 bit
 
@@ -58,6 +67,36 @@ def events_to_table(events: Sequence[Event], *, recorded_at: int | None = None) 
             values = [recorded_at if value is None else value for value in values]
         arrays.append(_encode(cls.KIND, column, values))
     return pa.Table.from_arrays(arrays, schema=arrow_schema(cls.KIND))
+
+
+def require_layout(tables: Mapping[str, pa.Table]) -> None:
+    """Refuse tables that are not as `events_to_table` makes them: a check of what others made.
+
+    Arrow by itself takes nulls in non-null columns, and drops misspelt keys.
+
+    Raises:
+        InvalidEvent: naming kind, row, field, expected and found.
+    """
+    for kind, table in tables.items():
+        try:
+            schema = arrow_schema(kind, table_layout(table))
+        except (LookupError, TypeError, ValueError) as error:
+            refuse(kind, 0, "(table)", "a table of a known event and layout", repr(error))
+        for name in table.column_names:
+            if name not in schema.names:
+                refuse(kind, 0, name, f"one of {schema.names}", "a field that there is not")
+        for field in schema:
+            if field.name not in table.column_names:
+                refuse(kind, 0, field.name, type_name(field.type), "no such column")
+            column = table.column(field.name)
+            if type_name(column.type) != type_name(field.type):
+                found = type_name(column.type)
+                refuse(kind, 0, field.name, type_name(field.type), found)
+            if column.null_count and not field.nullable:
+                row = pc.index(column.is_null(), True).as_py()
+                refuse(kind, row, field.name, f"{type_name(field.type)}, never null", "null")
+        if table.column_names != schema.names:
+            refuse(kind, 0, "(table)", f"columns in the order {schema.names}", table.column_names)
 
 
 def _encode(kind: str, column: Column, values: list[Any]) -> pa.Array:

@@ -13,9 +13,13 @@ content digest, by which two runs are compared, leaves them out.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pyarrow as pa
+
+from ledger.errors import InvalidEvent, explain
 
 __all__ = ["EVENTS", "Column", "Event", "column", "event"]
 
@@ -114,7 +118,36 @@ def event(kind: str, *, layout: int) -> Any:
         if kind in EVENTS:
             raise TypeError(f"event {kind!r} is declared twice")
         made.KIND, made.LAYOUT, made.COLUMNS = kind, layout, columns
+        made.__init__ = _saying_which(kind, columns, made.__init__)  # type: ignore[method-assign]
         EVENTS[kind] = made
         return made
 
     return decorate
+
+
+def _saying_which(
+    kind: str, columns: tuple[Column, ...], init: Callable[..., None]
+) -> Callable[..., None]:
+    """`init`, with an InvalidEvent of ours where a field is unknown or left out."""
+    known = {column.name for column in columns}
+    needed = [column.name for column in columns if not column.nullable]
+
+    @functools.wraps(init)
+    def checked(self: Event, **given: Any) -> None:
+        try:
+            init(self, **given)
+        except TypeError as error:
+            wrong = [name for name in given if name not in known]
+            missing = [name for name in needed if name not in given]
+            if not wrong and not missing:
+                raise
+            raise InvalidEvent(
+                explain(
+                    "an event was not made",
+                    on=f"event {kind!r}, field {(wrong or missing)[0]!r}",
+                    expected=f"the fields {sorted(known)}" if wrong else "a value",
+                    found="a field that there is not" if wrong else "none",
+                )
+            ) from error
+
+    return checked

@@ -23,6 +23,7 @@ from ledger.catalog.commit import find_receipt, is_taken
 from ledger.catalog.derive import derive, ranges_of
 from ledger.catalog.records import PendingSegment, Receipt
 from ledger.commit_queue import CommitQueue
+from ledger.encode import require_layout
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import Event
 from ledger.hashing import column_digests, digest_of_columns
@@ -99,6 +100,7 @@ class Writer:
     ) -> Receipt:
         """As `append`, of events that `encode_append` has made tables of. Raises what it raises."""
         self._require_open()
+        require_layout(tables)
         if self._packs(tables, producer_seq):
             return self._in_turn(producer_seq, self._queue.submit, tables=tables)
         return self._append_alone(tables, producer_seq)

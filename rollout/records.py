@@ -17,6 +17,7 @@ from ledger.events import (
     SampleScored,
     SegmentGenerated,
 )
+from ledger.routing import routing_of
 from rollout.history import IssuedGroup
 from rollout.protocol import Engine, GenerationResult, SamplingParams
 from rollout.rewards import Reward, RewardFunction, ScoredSample, checked_reward
@@ -114,22 +115,16 @@ def segment_generated(
 
 
 def routing_recorded(result: GenerationResult) -> RoutingRecorded | None:
-    """The event of a result's routing; None for a dense model."""
+    """The event of a result's routing; None for a dense model. Raises: InvalidEvent."""
     ids = result.expert_ids
     if ids is None:
         return None
-    weights = result.expert_weights
-    return RoutingRecorded(
+    return routing_of(
+        ids,
+        num_experts=result.num_experts,
         index=result.index,
         segment=0,
-        start=0,
-        rows=ids.shape[0],
-        layers=ids.shape[1],
-        topk=ids.shape[2],
-        num_experts=result.num_experts,
-        dtype=ids.dtype.name,
-        expert_ids=ids.astype(ids.dtype.newbyteorder("<")).tobytes(),
-        weights=None if weights is None else weights.astype("<f4").tobytes(),
+        weights=result.expert_weights,
     )
 
 

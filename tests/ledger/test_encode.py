@@ -116,7 +116,7 @@ def test_other_columns_are_as_strict(event: Event, field: str) -> None:
 
 
 def test_a_misspelt_field_and_a_mixture_are_refused() -> None:
-    with pytest.raises(TypeError, match="tokenz"):
+    with pytest.raises(InvalidEvent, match="tokenz"):
         dataclasses.replace(GOOD, tokenz=1)
     with pytest.raises(InvalidEvent, match="row 1"):
         events_to_table([GOOD, factory.score(0, 1.0)])
