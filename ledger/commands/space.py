@@ -91,6 +91,21 @@ def add(commands: Any, parents: Parents) -> None:
     made.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     made.set_defaults(run_command=_gc)
 
+    made = commands.add_parser(
+        "du",
+        parents=[parents.where, parents.run],
+        help="say what the ledger takes on disk, and will take",
+        description="Bytes by kind, weight version or run, hot and sealed; bytes per token; what "
+        "compaction and retention would save; what the next versions will add.",
+    )
+    made.add_argument(
+        "--by", choices=("kind", "version", "run"), default="kind", help="(default: kind)"
+    )
+    made.add_argument(
+        "--forecast", metavar="N", type=whole(1), help="what the next N weight versions will add"
+    )
+    made.set_defaults(run_command=_du)
+
 
 def _compact(arguments: argparse.Namespace) -> int:
     from ledger.compact import compact, plan_compaction
@@ -147,6 +162,19 @@ def _gc(arguments: argparse.Namespace) -> int:
         if not arguments.dry_run:
             report = collect(ledger, report, grace_s=grace_s, progress=progress)
     return _print(report, arguments)
+
+
+def _du(arguments: argparse.Namespace) -> int:
+    from ledger.usage import measure_usage
+
+    with open_from(arguments) as ledger:
+        usage = measure_usage(ledger, arguments.run, forecast=arguments.forecast)
+    if arguments.json:
+        print_json(usage.as_json())
+        return 0
+    for line in usage.lines(arguments.by):
+        print(printable(line))
+    return 0
 
 
 def _print(report: Any, arguments: argparse.Namespace) -> int:
