@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from ledger import open_ledger
+from ledger.collect import collect, plan_collection
+from ledger.compact import compact, plan_compaction
 from ledger.errors import Corrupt, StorageFailed
+from ledger.place import place_of
+from ledger.rebuild_catalog import rebuild_catalog
 from ledger.storage import open_store
 from ledger.verify import verify_ledger
 from tests.ledger import factory
@@ -66,6 +70,36 @@ def test_two_processes_append_and_a_third_reads(s3_server: S3Server, tmp_path: P
         reader = ledger.reader("r")
         with pytest.raises(Corrupt, match="missing"):
             reader.table("sample_scored")
+
+
+def test_compaction_collection_and_a_new_catalog(s3_server: S3Server, tmp_path: Path) -> None:
+    uri, file = f"s3://{s3_server.bucket()}/l", tmp_path / "catalog.sqlite"
+    catalog, options = f"sqlite:///{file}", s3_server.storage_options
+    with open_ledger(uri, create=True, catalog=catalog, storage_options=options) as ledger:
+        ledger.create_run("r")
+        with ledger.writer("r", producer="p") as writer:
+            for first in range(0, 6, 2):
+                writer.append([factory.score(first, 1.0), factory.score(first + 1, 0.0)])
+        head = ledger.run("r").head_chain
+        rows = ledger.reader("r").table("sample_scored").to_pylist()
+        [made] = compact(ledger, plan_compaction(ledger)).batches
+        assert len(made.segments) == 3
+
+        left = f"runs/r/hot/sample_scored/{'0' * 64}.arrow"
+        ledger.store.put([(left, b"of a writer that was killed before its commit")])
+        waiting = plan_collection(ledger)
+        assert (waiting.garbage, waiting.waiting) == ((), 4)
+        collected = collect(ledger, plan_collection(ledger, grace_s=0), grace_s=0)
+        assert len(collected.garbage) == 4
+        assert list(ledger.store.list("runs/r/hot")) == []
+        assert ledger.reader("r").table("sample_scored").to_pylist() == rows
+    file.unlink()
+    store = open_store(uri, options)
+    assert rebuild_catalog(place_of(store, catalog)).ok
+    with open_ledger(uri, catalog=catalog, storage_options=options) as ledger:
+        assert ledger.run("r").head_chain == head
+        assert ledger.reader("r").table("sample_scored").to_pylist() == rows
+        assert verify_ledger(ledger).ok
 
 
 def test_no_ledger_is_made_where_objects_are_overwritten(
