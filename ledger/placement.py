@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ledger.catalog.records import SegmentInfo
 from ledger.errors import Corrupt, LedgerError, explain
+from ledger.hashing import file_hash
 from ledger.sealed import SEALED_FORMAT, read_held
 from ledger.segment import Identity, SegmentFile, read_identities
 from ledger.storage import ObjectStore
@@ -120,8 +121,11 @@ class Placement:
         files: dict[tuple[str, int], int] = {}
         keys: dict[tuple[str, int], set[int]] = {}
         for path in sorted(self._stored.hot.difference(linked)):
+            data = self._store.read(path)
+            if file_hash(data) != _hash_in(path):
+                continue  # half written by a process that was killed: never committed
             try:
-                with pa.ipc.open_file(self._store.read(path)) as opened:
+                with pa.ipc.open_file(data) as opened:
                     named = [who for who, *_ in read_identities(opened.schema.empty_table())]
             except (LedgerError, pa.ArrowException, OSError, ValueError):
                 named = [Identity(self._stored.run_id, "", "(unreadable)", 0, 0, 0)]
@@ -133,7 +137,7 @@ class Placement:
 
 
 def _hash_in(path: str) -> bytes:
-    name = path.rpartition("/")[2].removesuffix(".parquet")
+    name = path.rpartition("/")[2].rpartition(".")[0]
     try:
         digest = bytes.fromhex(name)
     except ValueError:
@@ -141,9 +145,9 @@ def _hash_in(path: str) -> bytes:
     if len(digest) != 32:
         raise Corrupt(
             explain(
-                "a sealed file is not named by its hash",
+                "a segment file is not named by its hash",
                 on=path,
-                expected="64 hexadecimal digits and .parquet",
+                expected="64 hexadecimal digits and an ending",
             )
         )
     return digest

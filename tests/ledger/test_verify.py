@@ -441,6 +441,15 @@ def test_an_added_file_is_found_and_what_a_crash_leaves_is_a_note(folder: Path) 
         report = verify_ledger(ledger)
     assert report.ok
     assert any(left.name in note and "never committed" in note for note in report.notes)
+    half = put(path.read_bytes()[:100], "ab" * 32)
+    with open_ledger(folder) as ledger:
+        assert any(half.name in note for note in verify_ledger(ledger).notes)
+    half.unlink()
+    parquet = folder / "runs" / factory.RUN / "sealed" / "sample_scored" / f"{'ab' * 32}.parquet"
+    parquet.parent.mkdir(parents=True)
+    parquet.write_bytes(b"half")
+    assert "a file whose blake3 is" in findings(folder)[0].found
+    parquet.unlink()
     foreign = changed.replace_schema_metadata(
         {
             **changed.schema.metadata,
@@ -451,7 +460,6 @@ def test_an_added_file_is_found_and_what_a_crash_leaves_is_a_note(folder: Path) 
     with pa.ipc.new_file(sink, foreign.schema) as writer:
         writer.write_table(foreign)
     for data, name, says in (
-        (path.read_bytes(), "ab" * 32, "a file whose blake3 is"),
         (b"no segment", None, "no segment"),
         (sink.getvalue().to_pybytes(), None, "a segment of run ['x']"),
     ):
