@@ -34,6 +34,7 @@ _DO = {
     "PermanentRedirect": "set the bucket's region: AWS_DEFAULT_REGION",
     "AuthorizationHeaderMalformed": "set the bucket's region: AWS_DEFAULT_REGION",
     "301": "set the bucket's region: AWS_DEFAULT_REGION",
+    "400": "renew the credentials, if their token may have expired; else look at the region",
     "EntityTooLarge": "write less at once",
     "KeyTooLongError": "give the ledger a shorter folder",
 }

@@ -174,6 +174,8 @@ def test_what_is_kept_in_memory_is_bounded_and_never_stale(
         small.read("d/5")
 
 
+# Newer Pythons warn about forks of processes with threads. The child here starts its own.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_connects_anew(s3_server: S3Server, store: S3Store) -> None:
     store.put([("x", b"1")])
     child = os.fork()
