@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import sqlalchemy as sa
@@ -16,8 +16,9 @@ from ledger.redact import redact_text
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
+    from ledger.views import TableSource
 
-__all__ = ["Lost", "find_stored", "gap_events", "still_missing"]
+__all__ = ["Lost", "find_stored", "gap_events", "gap_line", "read_gaps", "still_missing"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,4 +107,31 @@ def _event(lost: Sequence[Lost], reason: str) -> GapRecorded:
         began_at=min(times, default=None),
         ended_at=max(times, default=None),
         reason=redact_text(reason),
+    )
+
+
+def read_gaps(reader: TableSource) -> list[dict[str, Any]]:
+    """What is recorded as missing, in order: branch, seq, and the fields of gap_recorded."""
+    rows: list[dict[str, Any]] = reader.table(GapRecorded.KIND).sort_by("seq").to_pylist()
+    for row in rows:
+        for name in ("began_at", "ended_at", "recorded_at"):
+            if row[name] is not None:
+                row[name] = row[name].isoformat(timespec="seconds")
+    return rows
+
+
+def gap_line(gap: Mapping[str, Any]) -> str:
+    """One of `read_gaps` as a person reads it."""
+    first, last = gap["first_producer_seq"], gap["last_producer_seq"]
+    numbers = (
+        "" if first is None else f", append {first}" + (f" to {last}" if last != first else "")
+    )
+    counts = [f"{n} {kind}" for kind, n in zip(gap["kinds"], gap["counts"], strict=True)]
+    times = sorted({gap[name] for name in ("began_at", "ended_at") if gap[name] is not None})
+    return (
+        f"missing on {gap['branch']}, recorded at seq {gap['seq']}: "
+        f"{', '.join(counts) or 'nobody knows what'} of producer {gap['producer']!r}, "
+        f"epoch {gap['epoch']}{numbers}"
+        + (f", from {' to '.join(times)}" if times else "")
+        + f": {gap['reason']}"
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import sqlalchemy as sa
 
 from ledger.errors import InvalidArgument, explain
-from ledger.redact import redact_text
+from ledger.redact import REDACTED, redact_text
 
 __all__ = ["KINDS", "catalog_url", "kind_of", "shown"]
 
@@ -45,11 +46,14 @@ def catalog_url(text: str) -> sa.URL:
         InvalidArgument: it is no address, or of a kind that is not supported. The message holds no
             password.
     """
-    try:
+    url = None
+    with contextlib.suppress(sa.exc.ArgumentError, ValueError):
         url = sa.make_url(text)
-    except (sa.exc.ArgumentError, ValueError):
-        # What SQLAlchemy says would hold the whole text, and the cause would carry it on.
-        raise _refused(redact_text(text) if "://" in text else text) from None
+    if url is None:
+        # Not from SQLAlchemy's error, which holds the whole text.
+        if "://" not in text and "@" in text:
+            raise _refused(REDACTED + "@" + text.rpartition("@")[2])
+        raise _refused(redact_text(text))
     driver = _DRIVERS.get(url.drivername)
     if driver is None:
         raise _refused(shown(url))

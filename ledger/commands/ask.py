@@ -128,10 +128,12 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 
 def _log(arguments: argparse.Namespace) -> int:
+    from ledger.gaps import gap_line, read_gaps
     from ledger.tree import draw_log, read_log
 
     with open_from(arguments) as ledger:
-        entries = read_log(reader_from(ledger, arguments))
+        reader = reader_from(ledger, arguments)
+        entries, gaps = read_log(reader), read_gaps(reader)
     if arguments.limit is not None:
         entries = entries[: arguments.limit]
     if arguments.json:
@@ -143,6 +145,8 @@ def _log(arguments: argparse.Namespace) -> int:
         show(*draw_log(entries, ascii_only=ascii_only))
     else:
         print("no weight version has been published")
+    for gap in gaps:
+        print(printable(gap_line(gap)))
     return 0
 
 
@@ -307,16 +311,19 @@ def _views(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from ledger.check import INVARIANTS, check_ledger
+    from ledger.gaps import gap_line, read_gaps
 
     with open_from(arguments) as ledger:
+        reader = reader_from(ledger, arguments)
         report = check_ledger(
-            reader_from(ledger, arguments),
-            invariants=arguments.invariant or INVARIANTS,
-            limit=arguments.limit,
+            reader, invariants=arguments.invariant or INVARIANTS, limit=arguments.limit
         )
+        gaps = read_gaps(reader)
     if arguments.json:
-        print_json(report.as_json())
+        print_json(report.as_json() | {"gaps": gaps})
         return 0 if report.ok else FOUND
+    for gap in gaps:  # what is missing breaks no invariant of what is there
+        print(printable(gap_line(gap)))
     for finding in report.findings:
         sample = "" if finding.index is None else f", sample {finding.index}"
         place = f"{finding.kind} seq {finding.seq} on {finding.branch}{sample}"
