@@ -21,7 +21,7 @@ from blake3 import blake3
 from ledger.canonical import canonical_json
 from ledger.catalog.derive import NOTHING_DERIVED, Derived, sliced_ranges
 from ledger.catalog.records import PendingCommit, PendingSegment, Receipt
-from ledger.encode import events_to_table, refuse
+from ledger.encode import Fill, events_to_table, refuse
 from ledger.errors import InvalidArgument, InvalidEvent, LedgerError, explain
 from ledger.fields import EVENTS, Event
 from ledger.hashing import digest_of_columns, sliced_column_digests
@@ -126,18 +126,24 @@ def by_kind(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def encode_append(
-    events: Sequence[Event], run_id: str, branch: str, *, recorded_at: int
+    events: Sequence[Event],
+    run_id: str,
+    branch: str,
+    *,
+    recorded_at: int,
+    later: list[Fill] | None = None,
 ) -> dict[str, pa.Table]:
     """The tables of an append to a branch, by kind in the order of first appearance.
 
-    They share no memory with the events. `recorded_at` is in microseconds since 1970-01-01 UTC.
+    They share no memory with the events. `recorded_at` is in microseconds since 1970-01-01 UTC;
+    `later` as in `events_to_table`.
 
     Raises:
         InvalidEvent: an event breaks its layout, or names another run or branch.
         InvalidArgument: there are no events, or something that is none.
     """
     tables = {
-        kind: events_to_table(group, recorded_at=recorded_at)
+        kind: events_to_table(group, recorded_at=recorded_at, later=later)
         for kind, group in by_kind(events).items()
     }
     _require_own_names(tables, run_id, branch)

@@ -14,12 +14,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from ledger.encode import Fill
 from ledger.errors import Corrupt, explain
 from ledger.hashing import file_hash
 
 __all__ = [
     "HOT_FORMAT",
     "Identity",
+    "PiecesToFill",
     "SegmentFile",
     "hot_folder",
     "read_identities",
@@ -106,6 +108,28 @@ def segment_file(folder: str, rows: int, pieces: Sequence[Any]) -> SegmentFile:
     digest = file_hash(*pieces)
     size = sum(memoryview(piece).nbytes for piece in pieces)
     return SegmentFile(f"{folder}/{digest.hex()}.arrow", HOT_FORMAT, 0, rows, digest, size)
+
+
+class PiecesToFill(Sequence[Any]):
+    """Pieces of a file, of which some wait for their bytes: who goes through them waits as well."""
+
+    def __init__(self, pieces: Sequence[Any], fills: Sequence[Fill]) -> None:
+        self._pieces = pieces
+        self._waits = [_overlapping(piece, fills) for piece in pieces]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, number: Any) -> Any:
+        for fill in self._waits[number]:
+            fill.wait()
+        return self._pieces[number]
+
+
+def _overlapping(piece: Any, fills: Sequence[Fill]) -> list[Fill]:
+    buffer = pa.py_buffer(piece)
+    end = buffer.address + buffer.size
+    return [fill for fill in fills if fill.first < end and buffer.address < fill.end]
 
 
 class _Pieces:

@@ -23,13 +23,13 @@ from ledger.catalog.commit import find_receipt, is_taken
 from ledger.catalog.derive import derive, ranges_of
 from ledger.catalog.records import PendingSegment, Receipt
 from ledger.commit_queue import CommitQueue
-from ledger.encode import require_layout
+from ledger.encode import Fill, require_layout
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import Event
 from ledger.hashing import column_digests, digest_of_columns
 from ledger.invariants import check_tables
 from ledger.schema import table_layout
-from ledger.segment import SegmentFile, hot_folder, segment_file, serialise
+from ledger.segment import PiecesToFill, SegmentFile, hot_folder, segment_file, serialise
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
@@ -92,8 +92,10 @@ class Writer:
         if self._packs(groups, producer_seq):
             return self._in_turn(producer_seq, self._queue.submit, events=groups)
         now = time.time_ns() // 1000
-        tables = encode_append(events, self.run_id, self.branch, recorded_at=now)
-        return self._append_alone(tables, producer_seq)
+        # The disk takes the first bytes before the last ones are encoded.
+        later: list[Fill] = []
+        tables = encode_append(events, self.run_id, self.branch, recorded_at=now, later=later)
+        return self._append_alone(tables, producer_seq, later)
 
     def append_tables(
         self, tables: Mapping[str, pa.Table], *, producer_seq: int | None = None
@@ -103,7 +105,7 @@ class Writer:
         require_layout(tables)
         if self._packs(tables, producer_seq):
             return self._in_turn(producer_seq, self._queue.submit, tables=tables)
-        return self._append_alone(tables, producer_seq)
+        return self._append_alone(tables, producer_seq, [])
 
     def _require_open(self) -> None:
         if self._closed:
@@ -153,27 +155,36 @@ class Writer:
                 self._unsure.pop(one.pending.content_hash, None)
         return receipt
 
-    def _append_alone(self, tables: Mapping[str, pa.Table], producer_seq: int | None) -> Receipt:
+    def _append_alone(
+        self, tables: Mapping[str, pa.Table], producer_seq: int | None, later: Sequence[Fill]
+    ) -> Receipt:
         """Store an append in files of its own, by this thread; only its commit is shared."""
         if self._unsure and producer_seq is None:
+            for fill in later:
+                fill.run()
+            later = ()
             digests = {kind: column_digests(table) for kind, table in tables.items()}
             producer_seq = self._unsure.get(content_hash(tables, digests))
         repeated = producer_seq is not None
         return self._in_turn(
-            producer_seq, lambda one: self._store_alone(one, repeated), tables=tables
+            producer_seq, lambda one: self._store_alone(one, later, repeated), tables=tables
         )
 
-    def _store_alone(self, one: Appending, repeated: bool) -> Receipt:
+    def _store_alone(self, one: Appending, later: Sequence[Fill], repeated: bool) -> Receipt:
         tables = one.tables or {}
         store = self._ledger.store
         # The disk takes the bytes while they are hashed and checked; they get a name, and so become
         # part of the store, only after that.
-        pieces = [
+        pieces: list[Sequence[Any]] = [
             serialise(table, one.identity(part)) for part, table in enumerate(tables.values())
         ]
+        if later:
+            pieces = [PiecesToFill(of_file, later) for of_file in pieces]
         folders = [hot_folder(self.run_id, kind) for kind in tables]
         staged = store.stage(list(zip(folders, pieces, strict=True)))
         try:
+            for fill in later:
+                fill.run()
             digests = {kind: column_digests(table) for kind, table in tables.items()}
             pending = pending_of(
                 one, content_hash(tables, digests), (), time.time_ns() // 1000, derive(tables)
@@ -193,6 +204,8 @@ class Writer:
             one.pending = dataclasses.replace(pending, segments=segments)
             return self._queue.submit(one)
         except BaseException:
+            for fill in later:
+                fill.give_up()
             store.discard(staged)
             raise
 
