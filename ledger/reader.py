@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -59,9 +61,14 @@ class Reader:
 
     def segments(self, kind: str | None = None) -> list[SegmentInfo]:
         """The segments that this state sees, in order; a fork may cut the last of an ancestor."""
+        return self._seen_after(kind, 0)
+
+    def _seen_after(self, kind: str | None, after: int) -> list[SegmentInfo]:
+        infos = self._ledger.segment_infos(self.run_id, self.head_seq)
+        first = bisect.bisect_right(infos, after, key=lambda s: s.first_seq) if after else 0
         return [
             s
-            for s in self._ledger.segment_infos(self.run_id, self.head_seq)
+            for s in itertools.islice(infos, first, None)
             if (kind is None or s.kind == kind) and s.first_seq <= self._limits.get(s.branch, 0)
         ]
 
@@ -189,9 +196,11 @@ class Reader:
 
         return connect(self)
 
-    def _chosen(self, kind: str, where: Mapping[str, tuple[int, int]] | None) -> list[SegmentInfo]:
-        """The segments that are still kept, as far as is known."""
-        chosen = [s for s in self.segments(kind) if s.file is not None]
+    def _chosen(
+        self, kind: str, where: Mapping[str, tuple[int, int]] | None, *, after: int = 0
+    ) -> list[SegmentInfo]:
+        """The segments that begin after `after` and are still kept, as far as is known."""
+        chosen = [s for s in self._seen_after(kind, after) if s.file is not None]
         return chosen if where is None else [s for s in chosen if _overlaps(s, where)]
 
     def _decoded(self, kind: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -209,24 +218,25 @@ class Reader:
         read: tuple[str, ...] | None,
     ) -> pa.Table:
         """The rows of a kind. What an earlier reader of the lineage put together is built upon."""
-        chosen = self._chosen(kind, where)
         if where is not None:
-            return self._join(kind, chosen, read)
+            return self._join(kind, self._chosen(kind, where), read)
         key = (self.run_id, kind, tuple(self._lineage.items()), self._verify, read)
-        done, before = self._ledger.assembled.get(key) or (0, None)
+        done, before, mapped = self._ledger.assembled.get(key) or (0, None, True)
         if before is None or done > self.head_seq:
-            done, before = 0, None
-        table = self._join(kind, [s for s in chosen if s.first_seq > done], read)
+            done, before, mapped = 0, None, True
+        chosen = self._chosen(kind, where, after=done)
+        table = self._join(kind, chosen, read)
         if before is not None:
-            table = pa.concat_tables([before, table])
+            table = pa.concat_tables([before, table]) if chosen else before
         # A table in which this state cuts a segment short cannot be built upon.
         if all(s.last_seq <= self.head_seq for s in chosen[-1:]):
             # What is mapped takes no memory; what was decoded or fetched does.
-            mapped = self._ledger.store.root is not None and not any(
+            mapped = mapped and self._ledger.store.root is not None
+            mapped = mapped and not any(
                 s.file is not None and s.file.format == SEALED_FORMAT for s in chosen
             )
             size_bytes = 0 if mapped else table.nbytes
-            self._ledger.assembled.put(key, (self.head_seq, table), size_bytes)
+            self._ledger.assembled.put(key, (self.head_seq, table, mapped), size_bytes)
         return table
 
     def _join(self, kind: str, chosen: list[SegmentInfo], read: tuple[str, ...] | None) -> pa.Table:
