@@ -29,6 +29,7 @@ from ledger.queue_items import (
     SpilledReceipt,
     merge,
 )
+from ledger.queue_messages import has_stopped, left_waiting, queue_full, spill_full
 from ledger.spill import SpillFolder
 
 __all__ = ["Damaged", "QueueCore"]
@@ -127,16 +128,7 @@ class QueueCore:
                 explain("an append was refused: its queue is closed", on=self.where)
             )
         if self.stopped and self.error is not None:
-            raise type(self.error)(
-                explain(
-                    "an append was refused: its queue has stopped",
-                    on=self.where,
-                    found=" ".join(str(self.error).split()),
-                    do="stop this process: another one writes under the same producer name"
-                    if self.fenced
-                    else "mend it, then resume(); or give up what is queued with abandon()",
-                )
-            ) from self.error
+            raise has_stopped(self.where, self.error) from self.error
 
     def _disk_has_room(self, item: Item) -> bool:
         limit = self._limits.max_spill_bytes
@@ -163,7 +155,7 @@ class QueueCore:
         if in_time and not (self._disk_has_room(item) if to_disk else room):
             return False
         if not room and not to_disk:
-            raise self._full(item)
+            raise queue_full(self.where, self.stats(), self._limits, item)
         item.serial = self.serial
         self.waiting.append(item)
         self._count(item, 1)
@@ -201,15 +193,7 @@ class QueueCore:
             if item.file is not None or item.tables is None or item.gap is not None:
                 continue
             if not self._disk_has_room(item):
-                raise StorageFailed(
-                    explain(
-                        "events were not spilled to local disk: the spill folder is full",
-                        on=str(folder.folder),
-                        expected=f"at most {self._limits.max_spill_bytes} bytes",
-                        found=f"{self._spilled_bytes} bytes, and {item.size_bytes} more to come",
-                        do="mend the ledger's store, then resume(); or give up with abandon()",
-                    )
-                )
+                raise spill_full(folder.folder, self._spilled_bytes, self._limits, item)
             number = -1 if item.number is None else item.number
             file = folder.write(item.tables, self._branch, self._epoch, number, item.at)
             self._count(item, -1)
@@ -388,40 +372,8 @@ class QueueCore:
 
     def left(self, tried: str) -> StorageFailed:
         """The error that says what waits, why, and where."""
-        found = self.stats()
-        lost = found.queued_appends - found.spilled_appends
-        where = None if self._folder is None else self._folder.folder
-        return StorageFailed(
-            explain(
-                tried,
-                on=self.where,
-                expected="nothing that waits",
-                found=f"{found.queued_appends} appends with {found.queued_events} events, the "
-                f"oldest since {found.oldest_age_s:.1f} s; {found.spilled_appends} of them lie in "
-                f"{where}, {lost} only in memory; last error: "
-                + ("none" if self.error is None else " ".join(str(self.error).split())),
-                do="what was spilled is delivered by the next queue of this producer with the same "
-                "spill folder; what was not is gone with this process"
-                if found.spilled_appends
-                else "mend the ledger's store; what is in memory is gone with this process",
-            )
-        )
-
-    def _full(self, item: Item) -> StorageFailed:
-        found = self.stats()
-        limits = self._limits
-        return StorageFailed(
-            explain(
-                "an append was refused: its queue is full, and the store is too slow to empty it",
-                on=self.where,
-                expected=f"room for {item.events} events and {item.size_bytes} bytes below "
-                f"{limits.max_events} events and {limits.max_bytes} bytes, within "
-                f"{limits.block_timeout_s} s",
-                found=f"{found.queued_events} events and {found.queued_bytes} bytes queued, the "
-                f"oldest since {found.oldest_age_s:.1f} s; last error: {found.last_error}",
-                do="append it again later; or give the queue more room, or the policy 'spill'",
-            )
-        )
+        folder = None if self._folder is None else self._folder.folder
+        return left_waiting(tried, self.where, self.stats(), folder)
 
     def _lose(self, gap: Gap, item: Item, error: LedgerError) -> None:
         """Move a waiting item into a gap."""

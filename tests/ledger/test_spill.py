@@ -20,6 +20,7 @@ from ledger.spill import SpillFolder
 from ledger.verify import verify_ledger
 from tests.ledger import factory
 from tests.ledger.faulty import FaultyStore, closing, gaps, scores, store_of, until
+from tests.servers.s3 import S3Server
 
 
 @pytest.fixture
@@ -376,3 +377,23 @@ def test_kills_at_any_moment_lose_nothing_that_was_acknowledged(quick_path: Path
         assert kill["after"], kill
         assert not kill["gaps"], kill
         assert kill["left"] == [], kill
+
+
+def test_an_s3_store_that_refuses_for_a_while(quick_path: Path, s3_server: S3Server) -> None:
+    uri = f"s3://{s3_server.bucket()}/ledger"
+    catalog = f"sqlite:///{quick_path / 'catalog.sqlite'}"
+    options = s3_server.storage_options
+    with open_ledger(uri, create=True, catalog=catalog, storage_options=options) as ledger:
+        ledger.create_run("r")
+        with spilling(ledger, quick_path / "spill") as queue:
+            s3_server.fail("PUT", "/hot/", status=403, code="AccessDenied", times=3)
+            futures = [queue.append([factory.score(n, 1.0)]) for n in range(3)]
+            receipts = [future.result(60) for future in futures]
+            assert isinstance(receipts[0], SpilledReceipt)
+            queue.flush()
+            last = queue.stats().last_error
+            assert last is not None
+            assert "testing" not in last
+        assert scores(ledger) == [0, 1, 2]
+        assert files(quick_path / "spill") == []
+        assert verify_ledger(ledger).ok
