@@ -45,6 +45,15 @@ class SegmentIndex:
                 return list(known)
             return [s for s in known if s.first_seq <= up_to]
 
+    def infos_from(self, run_id: str, number: int) -> list[SegmentInfo]:
+        """All segments but the first `number`, in order. Costs what is new, and what it gives."""
+        with self._lock:
+            known = self._known.setdefault(run_id, [])
+            last = known[-1].last_seq if known else 0
+            with self._catalog.read() as connection:
+                known += segments_after(connection, run_id, last)
+            return known[number:]
+
     def forget(self, run_id: str) -> None:
         """Look the segments of a run up again: this process has moved or retired some."""
         with self._lock:

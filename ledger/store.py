@@ -74,6 +74,7 @@ class Ledger:
         self._sessions: SessionPool | None = None
         self.index = SegmentIndex(catalog, self.segments)
         self._queues: dict[str, CommitQueue] = {}
+        self._lookups: dict[str, LedgerLookup] = {}
         self._lock = threading.Lock()
 
     @property
@@ -446,7 +447,11 @@ class Ledger:
 
     def lookup(self, run_id: str) -> LedgerLookup:
         """What checks of new events need to know of stored ones."""
-        return LedgerLookup(self, run_id)
+        with self._lock:
+            found = self._lookups.get(run_id)
+            if found is None:
+                found = self._lookups[run_id] = LedgerLookup(self, run_id)
+            return found
 
     def segment_infos(self, run_id: str, up_to: int | None = None) -> list[SegmentInfo]:
         """The segments of a run that begin at or before `up_to` (without it: all), in order.
