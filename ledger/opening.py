@@ -14,6 +14,7 @@ from ledger.catalog.copies import copy_to_memory, rows_to_memory
 from ledger.catalog.engine import Catalog
 from ledger.catalog.mounts import network_filesystem
 from ledger.catalog.sqlite import meaning, sqlite_url
+from ledger.copied import note_if_new, settle, was_copied
 from ledger.errors import (
     IncompatibleFormat,
     InvalidArgument,
@@ -88,6 +89,8 @@ def open_ledger(
             )
         opened = _open_file(place, refusal) if place.file else Catalog(place.url, refusal=refusal)
         try:
+            if place.file and not place.named and was_copied(place.file):
+                opened = settle(place, opened)
             with opened.read() as connection:
                 ledger_id, revision = require_format(connection, opened.name)
                 if opened.kind == "postgresql" and not read_only:
@@ -95,6 +98,8 @@ def open_ledger(
             require_same(place, mark, ledger_id)
             if revision != migrations.HEAD:
                 opened = _upgraded(place, opened, revision)
+            elif place.file and not place.named and opened.refusal is None:
+                note_if_new(place.file)
         except BaseException:
             opened.close()
             raise

@@ -18,7 +18,7 @@ import migrations
 from ledger.catalog.sqlite import forget_memory, memory_url
 from ledger.errors import StorageFailed, explain
 
-__all__ = ["copy_to_file", "copy_to_memory", "rows_to_memory"]
+__all__ = ["copy_to_file", "copy_to_memory", "new_memory", "rows_to_memory"]
 
 _TRIES = 20
 _ROWS = 1000
@@ -51,11 +51,14 @@ def copy_to_memory(path: Path) -> tuple[sa.URL, Callable[[], None]]:
     return url, lambda: forget_memory(name)
 
 
-def copy_to_file(path: Path, target: Path) -> None:
-    """A copy of an SQLite file, durable on return, under a name that is new."""
+def copy_to_file(source: Path | sa.URL, target: Path) -> None:
+    """A copy of an SQLite database, durable on return, under a name that is new."""
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     try:
-        _backup(path, f"file:{quote(str(temporary))}")
+        if isinstance(source, Path):
+            _backup(source, f"file:{quote(str(temporary))}")
+        else:
+            _backup(f"{source.database}?vfs=memdb", f"file:{quote(str(temporary))}")
         os.link(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -67,8 +70,8 @@ def copy_to_file(path: Path, target: Path) -> None:
             os.close(descriptor)
 
 
-def _backup(path: Path, target: str) -> None:
-    source = sqlite3.connect(path, timeout=60)
+def _backup(path: Path | str, target: str) -> None:
+    source = sqlite3.connect(path, timeout=60, uri=isinstance(path, str))
     try:
         destination = sqlite3.connect(target, uri=True)
         try:
@@ -118,6 +121,12 @@ def _stamps(*paths: Path) -> list[tuple[int, int] | None]:
         except FileNotFoundError:
             found.append(None)
     return found
+
+
+def new_memory() -> tuple[sa.URL, Callable[[], None]]:
+    """An empty database in memory; and what lets go of it."""
+    name = f"new {secrets.token_hex(8)}"
+    return memory_url(name), lambda: forget_memory(name)
 
 
 def rows_to_memory(connection: sa.Connection, revision: str) -> tuple[sa.URL, Callable[[], None]]:
