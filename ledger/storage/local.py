@@ -34,7 +34,7 @@ class LocalStore:
         self._pool: ThreadPoolExecutor | None = None
         self._reached: set[Path] = set()
         """Folders whose way from the root this store has synced."""
-        self._was_there = root.is_dir()
+        self._was_there = os.path.isdir(root)
 
     @property
     def uri(self) -> str:

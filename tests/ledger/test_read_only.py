@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import stat
+import shutil
+import tempfile
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -100,14 +102,22 @@ def test_a_catalog_that_never_rests_is_not_copied_torn(
         copies.copy_to_memory(path)
 
 
-def test_without_the_right_to_write(tmp_path: Path) -> None:
-    folder = tmp_path / "l"
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user reaches: pytest's own are its user's alone."""
+    folder = Path(tempfile.mkdtemp(prefix="ledger-test-"))
+    folder.chmod(0o755)
+    yield folder
+    for inside, _, _ in os.walk(folder):
+        os.chmod(inside, 0o755)
+    shutil.rmtree(folder)
+
+
+def test_without_the_right_to_write(open_folder: Path) -> None:
+    folder = open_folder / "l"
     with open_ledger(folder, create=True) as ledger:
         ledger.create_run("run")
         ledger.writer("run", producer="p").append(EVENTS)
-    for above in (tmp_path, *tmp_path.parents):
-        if not os.stat(above).st_mode & stat.S_IXOTH:
-            above.chmod(os.stat(above).st_mode | stat.S_IXOTH)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["tests.ledger.read_only_child"])
     mine, theirs = server.Pipe()
@@ -134,4 +144,7 @@ def test_without_the_right_to_write(tmp_path: Path) -> None:
 
 def said(connection: Connection) -> Any:
     assert connection.poll(120)
-    return connection.recv()
+    answer = connection.recv()
+    if isinstance(answer, str) and answer.startswith("Traceback"):
+        pytest.fail(answer)
+    return answer
