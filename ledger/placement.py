@@ -122,7 +122,7 @@ class Placement:
         keys: dict[tuple[str, int], set[int]] = {}
         for path in sorted(self._stored.hot.difference(linked)):
             data = self._store.read(path)
-            if file_hash(data) != _hash_in(path):
+            if file_hash(data).hex() != path.rpartition("/")[2].rpartition(".")[0]:
                 continue  # half written by a process that was killed: never committed
             try:
                 with pa.ipc.open_file(data) as opened:
@@ -137,7 +137,7 @@ class Placement:
 
 
 def _hash_in(path: str) -> bytes:
-    name = path.rpartition("/")[2].rpartition(".")[0]
+    name = path.rpartition("/")[2].removesuffix(".parquet")
     try:
         digest = bytes.fromhex(name)
     except ValueError:
@@ -145,9 +145,9 @@ def _hash_in(path: str) -> bytes:
     if len(digest) != 32:
         raise Corrupt(
             explain(
-                "a segment file is not named by its hash",
+                "a sealed file is not named by its hash",
                 on=path,
-                expected="64 hexadecimal digits and an ending",
+                expected="64 hexadecimal digits and .parquet",
             )
         )
     return digest

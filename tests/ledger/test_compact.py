@@ -33,7 +33,7 @@ from ledger.segment import SegmentFile
 from ledger.segment_reader import SegmentReader
 from ledger.storage import LocalStore
 from ledger.verify import verify_ledger
-from tests.bench.sealed import sealed_figures
+from tests.bench.episodes import skewed_routing
 from tests.ledger import factory
 from tests.ledger.keeping import all_rows, what_readers_see
 from tests.ledger.strategies import tables_of_events
@@ -132,7 +132,7 @@ def test_any_parquet_reader_reads_it(ledger: Ledger, folder: Path) -> None:
     assert {c.compression for c in codings.values()} == {"ZSTD"}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tables_of_events())
 def test_every_value_of_every_kind_comes_back_by_its_bits(events: list[Event]) -> None:
     kind = type(events[0]).KIND
@@ -182,19 +182,19 @@ class _One:
         return self._data
 
 
-def test_a_kill_at_any_point_leaves_a_ledger_that_works(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_leaves_a_ledger_that_works(quick_path: Path) -> None:
     child = subprocess.run(
-        [sys.executable, "-m", "tests.ledger.compact_child", str(tmp_path)],
+        [sys.executable, "-m", "tests.ledger.compact_child", str(quick_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert child.returncode == 0, child.stderr
-    lines = child.stdout.splitlines()
-    points, states = lines[::2], [json.loads(line) for line in lines[1::2]]
-    assert {"before write", "within write", "after link", "before commit"} < set(points)
-    done = points.index("after commit")
+    states = [json.loads(line) for line in child.stdout.splitlines()]
+    points = child.stderr.splitlines()
+    assert {"write", "fsync", "link", "commit", "committed"} <= set(points)
+    done = points.index("committed")
     for number, (point, state) in enumerate(zip(points, states, strict=True)):
         moved = 3 if number >= done else 0
         assert state == {
@@ -204,8 +204,6 @@ def test_a_kill_at_any_point_leaves_a_ledger_that_works(tmp_path: Path) -> None:
             "rebuilt": True,
             "again": 3 - moved,
             "scores_after": [0.0, 1.0, 2.0],
-            "ok_after": True,
-            "digest": states[0]["digest"],
         }, (number, point)
 
 
@@ -238,7 +236,7 @@ def test_writers_write_while_two_processes_worth_of_compaction_run(folder: Path)
 
         def write(number: int) -> None:
             with ledger.writer(factory.RUN, producer=f"w{number}") as writer:
-                for turn in range(15):
+                for turn in range(8):
                     writer.append(
                         [factory.score(turn, 1.0), factory.decide(turn, "kept", rollout_step=0)]
                     )
@@ -253,7 +251,7 @@ def test_writers_write_while_two_processes_worth_of_compaction_run(folder: Path)
             thread.join()
     assert (one.failures, two.failures) == (0, 0)
     with open_ledger(folder) as ledger:
-        assert ledger.reader(factory.RUN, None).table("sample_decided").num_rows == 20 + 30
+        assert ledger.reader(factory.RUN, None).table("sample_decided").num_rows == 20 + 16
         assert verify_ledger(ledger).ok
         assert one.files or two.files
 
@@ -411,13 +409,28 @@ def test_what_is_kept_is_bounded(folder: Path, ledger: Ledger) -> None:
         assert reader.kept_bytes <= 2000 or reader.kept_items == 1
 
 
-def test_sealed_sizes_are_what_was_promised(tmp_path: Path) -> None:
-    """The bench's table has the same, and that of recorded runs."""
-    tokens, routing = sealed_figures(tmp_path, quick=True)
-    for figure in (tokens, routing):
-        print(figure.name, round(figure.ratio, 3), figure.note)
-    assert tokens.ratio <= 0.6
-    assert routing.ratio <= 0.9
+def test_sealed_sizes_are_what_was_promised() -> None:
+    """Against the hot files. The bench's table has it against bare values, and of recorded runs."""
+    random = np.random.default_rng(0)
+    vocabulary = np.minimum(random.zipf(1.3, 200_000), 150_000).astype(np.int32)
+    responses = [
+        factory.segment(
+            index,
+            tokens,
+            rollout_step=0,
+            log_probs=-random.exponential(0.4, len(tokens)).astype(np.float32),
+        )
+        for index, tokens in enumerate(np.split(vocabulary, 100))
+    ]
+    ratios = {}
+    for events in (responses, skewed_routing(2, 300, random)):
+        kind, table = events[0].KIND, events_to_table(events, recorded_at=7)
+        writer = SealedWriter("r", kind, 1)
+        writer.add(info(kind, 1, table, b""), table)
+        ratios[kind] = writer.finish().size / table.nbytes
+    print({kind: round(ratio, 3) for kind, ratio in ratios.items()})
+    assert ratios["segment_generated"] <= 0.6
+    assert ratios["routing_recorded"] <= 0.9
 
 
 def test_the_command_says_what_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
