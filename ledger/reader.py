@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -246,19 +247,40 @@ class Reader:
         names = [name for name in schema.names if name not in PLACE_TYPES]
         if read is not None:
             names = [name for name in names if name in read]
-        parts, opened = [], []
-        found = self._open_all(chosen, None if read is None else names)
-        for s, rows, part in zip(chosen, self._rows(chosen), found, strict=True):
-            if part is not None:
-                parts.append(part.select(names).slice(0, rows))
-                opened.append(s)
+        parts: list[pa.Table] = []
+        opened: list[SegmentInfo] = []
+        asked = None if read is None else names
+        runs = list(self._runs(chosen))
+        whole = self._open_all([_as_one(run) for run in runs], asked)
+        for run, found in zip(runs, whole, strict=True):
+            together = found is not None and found.num_rows == sum(s.rows for s in run)
+            # Some were moved or retired since they were looked up: each on its own.
+            tables = [found] if together else self._open_all(run, asked)
+            members = [run] if together else [[s] for s in run]
+            for several, table in zip(members, tables, strict=True):
+                if table is not None:
+                    parts.append(table.slice(0, sum(self._rows(several))))
+                    opened += several
         chosen = opened
         own = pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
-        table = pa.concat_tables(parts) if parts else own.empty_table()
+        # Selected once, not in each part: that would cost more than reading a small one.
+        table = pa.concat_tables(parts).select(names) if parts else own.empty_table()
+        table = table.replace_schema_metadata(own.metadata)
         place = self._place(chosen)
         for name in PLACE_TYPES:
             table = table.append_column(place.field(name), place.column(name))
         return table
+
+    def _runs(self, chosen: list[SegmentInfo]) -> Iterator[list[SegmentInfo]]:
+        """Neighbours that lie one after the other in one file, as far as this state sees them."""
+        run: list[SegmentInfo] = []
+        for s in chosen:
+            if run and (self._seen(run[-1]) < run[-1].rows or not _follows(run[-1], s)):
+                yield run
+                run = []
+            run.append(s)
+        if run:
+            yield run
 
     def _rows(self, chosen: list[SegmentInfo]) -> list[int]:
         """How many rows of each segment this state sees."""
@@ -309,6 +331,23 @@ class Reader:
         if names is not None and segment.layout == event_class(segment.kind).LAYOUT:
             return index.open(segment, verify=verify, columns=names)
         return upcast(index.open(segment, verify=verify))
+
+
+def _follows(before: SegmentInfo, after: SegmentInfo) -> bool:
+    """Whether the rows of `after` begin in the file where those of `before` end."""
+    if before.file is None or after.file is None or before.layout != after.layout:
+        return False
+    end = before.file.row_offset + before.rows
+    return dataclasses.replace(before.file, row_offset=end, rows=after.rows) == after.file
+
+
+def _as_one(run: list[SegmentInfo]) -> SegmentInfo:
+    """A segment with the rows of all in a run."""
+    if len(run) == 1 or run[0].file is None:
+        return run[0]
+    rows = sum(s.rows for s in run)
+    file = dataclasses.replace(run[0].file, rows=rows)
+    return dataclasses.replace(run[0], rows=rows, file=file)
 
 
 def _names(kind: str) -> list[str]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from ledger.errors import NotFound, explain
 from ledger.output import printable
+from ledger.reader import Reader
 from ledger.scan import TableSource
-from ledger.session import Session, session
+from ledger.schema import arrow_schema
+from ledger.session import Session, SessionPool, session
 from ledger.sql import ask as ask_session
+from ledger.sql import run_query
 
 if TYPE_CHECKING:
     from ledger.token_text import TokenText
@@ -32,8 +38,8 @@ def read_trajectory(
     segment the text of its spans of one version. Raises NotFound where no prompt was issued for
     `index`.
     """
-    with session(reader) as used:
-        found = _read(used, index)
+    with session(_OneSample(reader, index)) as used:
+        found = _read(used, index, reader)
     if token_text is not None:
         for token in found["tokens"]:
             token["text"] = token_text.text(token["token"])
@@ -48,15 +54,39 @@ def read_trajectory(
     return found
 
 
-def _read(used: Session, index: int) -> dict[str, Any]:
+class _OneSample:
+    """A reader's rows about one sample, where an event is about one: others are not opened."""
+
+    def __init__(self, reader: TableSource, index: int) -> None:
+        self._reader = reader
+        self._index = index
+
+    @property
+    def sessions(self) -> SessionPool | None:
+        return getattr(self._reader, "sessions", None)
+
+    def table(self, kind: str, columns: Sequence[str] | None = None) -> pa.Table:
+        if "index" not in arrow_schema(kind).names:
+            return self._reader.table(kind, columns)
+        wanted = None if columns is None else [*columns, *({"index"} - set(columns))]
+        if isinstance(self._reader, Reader):
+            where = {"index": (self._index, self._index)}
+            table = self._reader.table(kind, wanted, where=where)
+        else:
+            table = self._reader.table(kind, wanted)
+        found = table.filter(pc.field("index") == self._index)
+        return found if columns is None else found.select(list(columns))
+
+
+def _read(used: Session, index: int, whole: TableSource) -> dict[str, Any]:
     def ask(sql: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = ask_session(used, sql, [index]).to_pylist()
         return rows
 
     samples = ask("SELECT s.* FROM samples AS s WHERE s.index = $1")
     if not samples:
-        known = ask_session(
-            used, "SELECT min(s.index) AS low, max(s.index) AS high FROM samples AS s"
+        known = run_query(
+            whole, "SELECT min(s.index) AS low, max(s.index) AS high FROM samples AS s"
         ).to_pylist()[0]
         found = (
             "no samples"

@@ -139,53 +139,61 @@ def segments_after(
 
     Each with where it lies now.
     """
-    s, loc = t.segments, t.locations
-    places = [
-        loc.c.path,
-        loc.c.format,
-        loc.c.row_offset,
-        loc.c.rows.label("file_rows"),
-        loc.c.file_hash,
-        loc.c.size_bytes,
-    ]
+    s, loc = t.segments.c, t.locations.c
+    # In this order: a large ledger has many, and access by name would take longer than the query.
+    columns = (
+        *(s.run_id, s.first_seq, s.rows, s.kind, s.layout, s.branch, s.commit_seq),
+        *(s.logical_hash, s.chain, loc.path, loc.format, loc.row_offset, loc.rows),
+        *(loc.file_hash, loc.size_bytes),
+        *(s[f"{end}_{name}"] for name in t.RANGES for end in ("min", "max")),
+    )
     query = (
-        sa.select(s, *places)
-        .outerjoin(loc, (loc.c.run_id == s.c.run_id) & (loc.c.first_seq == s.c.first_seq))
-        .where(s.c.run_id == run_id, s.c.first_seq > seq)
-        .order_by(s.c.first_seq)
+        sa.select(*columns)
+        .select_from(t.segments)
+        .outerjoin(t.locations, (loc.run_id == s.run_id) & (loc.first_seq == s.first_seq))
+        .where(s.run_id == run_id, s.first_seq > seq)
+        .order_by(s.first_seq)
     )
     if up_to is not None:
-        query = query.where(s.c.first_seq <= up_to)
-    return [_segment(row) for row in connection.execute(query).mappings()]
+        query = query.where(s.first_seq <= up_to)
+    return [_segment(*row) for row in connection.execute(query).all()]
 
 
-def _segment(row: Any) -> SegmentInfo:
-    ranges = {
-        name: (row[f"min_{name}"], row[f"max_{name}"])
-        for name in t.RANGES
-        if row[f"min_{name}"] is not None
-    }
+def _segment(
+    run_id: str,
+    first_seq: int,
+    rows: int,
+    kind: str,
+    layout: int,
+    branch: str,
+    commit_seq: int,
+    logical_hash: bytes,
+    chain: bytes,
+    path: str | None,
+    format_: str,
+    row_offset: int,
+    file_rows: int,
+    file_hash: bytes,
+    size_bytes: int,
+    *ends: int | None,
+) -> SegmentInfo:
+    file = None
+    if path is not None:
+        file = SegmentFile(path, format_, row_offset, file_rows, bytes(file_hash), size_bytes)
+    ranges: dict[str, tuple[int, int]] = {}
+    for name, low, high in zip(t.RANGES, ends[::2], ends[1::2], strict=True):
+        if low is not None and high is not None:
+            ranges[name] = (low, high)
     return SegmentInfo(
-        run_id=row["run_id"],
-        first_seq=row["first_seq"],
-        rows=row["rows"],
-        kind=row["kind"],
-        layout=row["layout"],
-        branch=row["branch"],
-        commit_seq=row["commit_seq"],
-        logical_hash=bytes(row["logical_hash"]),
-        chain=bytes(row["chain"]),
-        ranges=ranges,
-        file=None if row["path"] is None else _file(row),
-    )
-
-
-def _file(row: Any) -> SegmentFile:
-    return SegmentFile(
-        path=row["path"],
-        format=row["format"],
-        row_offset=row["row_offset"],
-        rows=row["file_rows"],
-        file_hash=bytes(row["file_hash"]),
-        size_bytes=row["size_bytes"],
+        run_id,
+        first_seq,
+        rows,
+        kind,
+        layout,
+        branch,
+        commit_seq,
+        bytes(logical_hash),
+        bytes(chain),
+        ranges,
+        file,
     )
