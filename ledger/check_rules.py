@@ -19,6 +19,9 @@ class Rule:
     invariant: str
     kind: str
     sql: str
+    needs: tuple[str, ...] = ()
+    """Kinds whose rows it misses where they are not there: it says nothing of samples whose rows
+    of these retention has retired."""
 
 
 def _rows(invariant: str, kind: str, wrong: str, what: str, index: str = "NULL::BIGINT") -> Rule:
@@ -29,6 +32,9 @@ def _rows(invariant: str, kind: str, wrong: str, what: str, index: str = "NULL::
         f"SELECT e.branch, e.seq, {index} AS index, {what} AS what FROM {kind} AS e WHERE {wrong}",
     )
 
+
+_RESPONSE = ("segment_generated", "observation_appended")
+"""The kinds that a response is put together from."""
 
 _I = (
     _rows(
@@ -92,6 +98,7 @@ _I = (
         "JOIN trajectories AS t ON s.index = t.index\n"
         "WHERE len(list_filter(list_zip(s.loss_mask, t.weight_versions, t.sources), lambda x:\n"
         "      x[1] = 1 AND x[2] IS NULL AND x[3] = 'sampled')) > 0",
+        _RESPONSE,
     ),
     _rows(
         "I",
@@ -131,6 +138,7 @@ _II = (
         " coalesce(t.response_length, 0)) AS what\n"
         "FROM signal_recorded AS s LEFT JOIN trajectories AS t ON s.index = t.index\n"
         "WHERE len(s.loss_mask) <> coalesce(t.response_length, 0)",
+        _RESPONSE,
     ),
     Rule(
         "II",
@@ -140,6 +148,7 @@ _II = (
         "FROM signal_recorded AS s JOIN trajectories AS t ON s.index = t.index\n"
         "WHERE t.observations > 0 AND len(list_filter(list_zip(s.loss_mask, t.loss_mask),"
         " lambda x: x[1] = 1 AND x[2] = 0)) > 0",
+        _RESPONSE,
     ),
     Rule(
         "II",
@@ -151,6 +160,7 @@ _II = (
         "  SELECT g.index, min(g.seq) AS seq, arg_min(g.branch, g.seq) AS branch\n"
         "  FROM _pieces AS g GROUP BY g.index) AS s ON t.index = s.index\n"
         "WHERE NOT t.complete",
+        _RESPONSE,
     ),
     Rule(
         "II",
@@ -171,6 +181,7 @@ _II = (
         "JOIN step_committed AS e ON c.branch = e.branch AND c.step = e.step\n"
         "ANTI JOIN signal_recorded AS s\n"
         "  ON c.branch = s.branch AND c.step = s.step AND c.index = s.index",
+        ("signal_recorded",),
     ),
     Rule(
         "II",

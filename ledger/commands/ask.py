@@ -329,6 +329,11 @@ def _check(arguments: argparse.Namespace) -> int:
         place = f"{finding.kind} seq {finding.seq} on {finding.branch}{sample}"
         print(f"invariant {finding.invariant}: {place}: {printable(finding.what)}")
     print(f"{report.rules} rules, {report.violations} violations")
+    if report.unchecked:
+        print(
+            f"{report.unchecked} times a sample could not be checked: retention has retired the "
+            "rows for it"
+        )
     return 0 if report.ok else FOUND
 
 

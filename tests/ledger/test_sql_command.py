@@ -17,9 +17,7 @@ import pytest
 from ledger import Ledger
 from ledger.cli import main
 
-_ENDLESS = (
-    "SELECT count(*) FROM range(10000000000) AS a, range(9) AS b WHERE a.range % 7 = b.range"
-)
+_ENDLESS = "SELECT count(*) FROM range(10000000000) AS a, range(9) AS b WHERE a.range % 7 = b.range"
 Run = Callable[..., tuple[int, str, str]]
 
 
