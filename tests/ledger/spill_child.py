@@ -120,14 +120,13 @@ def main(folder: Path, steps: int, seconds: float) -> None:
     look(folder / "warm", report, verify=True)
     until = time.monotonic() + seconds
     chosen = random.Random(0)
-    number = 0
-    while time.monotonic() < until:
+    number = kills = 0
+    while time.monotonic() < until or kills < 4:
         number += 1
-        verify = number % 8 == 1  # it takes longer than all the rest
-        if number % 3:
-            kill_one(folder / f"k{number}", chosen.randrange(steps), None, verify=verify)
-        else:
-            kill_one(folder / f"k{number}", None, chosen.uniform(0.02, 0.25), verify=verify)
+        verify = kills % 8 == 0  # it takes longer than all the rest
+        at = chosen.randrange(steps) if number % 3 else None
+        moment = None if at is not None else chosen.uniform(0.02, 0.25)
+        kills += kill_one(folder / f"k{number}", at, moment, verify=verify)
 
 
 if __name__ == "__main__":
