@@ -21,7 +21,8 @@ from blake3 import blake3
 from ledger.canonical import canonical_json
 from ledger.catalog.derive import NOTHING_DERIVED, Derived, sliced_ranges
 from ledger.catalog.records import PendingCommit, PendingSegment, Receipt
-from ledger.encode import Fill, events_to_table, refuse
+from ledger.encode import events_to_table, refuse
+from ledger.encode_plain import Fill
 from ledger.errors import InvalidArgument, InvalidEvent, LedgerError, explain
 from ledger.fields import EVENTS, Event
 from ledger.hashing import digest_of_columns, sliced_column_digests

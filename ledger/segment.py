@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ledger.encode import Fill
+from ledger.encode_plain import Fill
 from ledger.errors import Corrupt, explain
 from ledger.hashing import file_hash
 

@@ -23,7 +23,8 @@ from ledger.catalog.commit import find_receipt, is_taken
 from ledger.catalog.derive import derive, ranges_of
 from ledger.catalog.records import PendingSegment, Receipt
 from ledger.commit_queue import CommitQueue
-from ledger.encode import Fill, require_layout
+from ledger.encode import require_layout
+from ledger.encode_plain import Fill
 from ledger.errors import InvalidArgument, explain
 from ledger.fields import Event
 from ledger.hashing import column_digests, digest_of_columns
@@ -193,6 +194,7 @@ class Writer:
                 with self._ledger.catalog.read_statement() as driver:
                     earlier = find_receipt(driver, pending)
                 if earlier is not None:
+                    one.pending = pending
                     store.discard(staged)
                     return earlier
             check_tables(tables, self._ledger.lookup(self.run_id))

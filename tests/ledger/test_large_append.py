@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ledger import Ledger, open_ledger
-from ledger.encode import Fill, events_to_table
+from ledger.encode import events_to_table
+from ledger.encode_plain import Fill
 from ledger.errors import StorageFailed
 from ledger.segment import Identity, PiecesToFill, serialise
 from ledger.verify import verify_ledger
