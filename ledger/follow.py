@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from ledger.catalog import queries
 from ledger.catalog.moments import segment_start
-from ledger.errors import InvalidArgument, explain
+from ledger.errors import InvalidArgument, NoLongerKept, explain
 from ledger.scan import PLACE_TYPES
 from ledger.schema import event_class, upcast
 
@@ -150,13 +150,10 @@ class _Follower:
         return first, last
 
     def _table(self, segment: SegmentInfo, first: int, last: int) -> pa.Table | None:
-        if segment.file is None:
+        try:
+            table = upcast(self._ledger.index.open(segment, verify=self._verify))
+        except NoLongerKept:
             return None
-        table = upcast(
-            self._ledger.segments.open(
-                segment.file, segment.kind, segment.layout, verify=self._verify
-            )
-        )
         table = table.slice(first - segment.first_seq, last - first + 1)
         table = table.select([name for name in table.column_names if name not in PLACE_TYPES])
         code = pa.array(np.zeros(table.num_rows, np.int32))

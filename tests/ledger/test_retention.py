@@ -15,6 +15,7 @@ from ledger.cli import main
 from ledger.collect import collect, plan_collection
 from ledger.errors import Conflict, InvalidArgument, NoLongerKept, NotFound
 from ledger.events import RoutingRecorded, RowsRetired
+from ledger.follow import events_after
 from ledger.place import place_of
 from ledger.rebuild_catalog import rebuild_catalog
 from ledger.retention import Rule, apply_retention, plan_retention
@@ -239,3 +240,20 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert main(["retain", "--ledger", str(folder), "--kind", "x", "--keep-versions", "1"]) == 2
     assert main(["verify", "--ledger", str(folder)]) == 0
+
+
+def test_who_follows_a_run_is_told_of_rows_that_are_gone(ledger: Ledger, folder: Path) -> None:
+    news = events_after(ledger, "r", kinds=[KIND])
+    assert next(news).table is not None
+    with open_ledger(folder) as other:
+        retire(other, before_version=2, branch="main")
+        collect(other, plan_collection(other, grace_s=0), grace_s=0)
+    # What it looked up before is found to be gone when it comes to it.
+    tables = {one.first_seq: one.table for one in news}
+    assert tables[5] is None
+    assert tables[8] is not None
+    assert [one.table is None for one in events_after(ledger, "r", kinds=[KIND])][:3] == [
+        True,
+        True,
+        False,
+    ]
