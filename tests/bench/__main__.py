@@ -131,9 +131,8 @@ def notes_on(figures: list[Figure], recorded: Path | None) -> list[str]:
 
 
 _OVERLAP = (
-    "besides writing, an append encodes, checks and hashes twice; hashes and checks run while the "
-    "disk writes, if a core is free, but encoding comes before the first byte and the catalog's "
-    "commit after the last"
+    "besides writing, an append encodes, checks and hashes twice: that goes on while the disk "
+    "writes, if a core is free; the catalog's commit comes after the last byte"
 )
 _OPENING = (
     "each small file is opened, hashed and parsed, half a millisecond of Python; under load the "
@@ -149,6 +148,9 @@ _WHY = {
     "1,000 steps": _OPENING,
     "100 steps": _OPENING,
     "the same": _OPENING,
+    "the 20 largest": "the sums are numpy's, on the files' memory; gathering samples of several "
+    "pieces comes on top, and DuckDB hands work between threads, which waits for a free core",
+    "a reader's table": "ten thousand pieces are put into one table anew; following does not",
     "into torch": "opening the ledger is included: the catalog's connection and first statements",
     "ledger": "the steps were recorded under the load of then, the ledger's part measured under "
     "the load of now; each append costs some milliseconds of Python and three syncs one after "

@@ -38,9 +38,9 @@ def grown_figures(folder: Path, cache: Path, *, quick: bool) -> Iterator[Figure]
     steps = 100 if quick else 1000
     cache = _of_this_code(cache)
     training = _kept(cache / f"steps-{steps}", lambda new: _train(new, steps))
-    yield from _asked(f"{steps:,} steps × {_SAMPLES} samples, hot", training, 1 if quick else 5)
+    yield from _asked(f"{steps:,} steps × {_SAMPLES} samples, hot", training, 1 if quick else 3)
     sealed = _kept(cache / f"steps-{steps}-sealed", lambda new: _seal(training, new))
-    yield from _asked(f"the same {steps:,} steps, sealed", sealed, 1 if quick else 5)
+    yield from _asked(f"the same {steps:,} steps, sealed", sealed, 1 if quick else 3)
     few, many = (100, 1000) if quick else (100, 10_000)
     folder.mkdir(parents=True, exist_ok=True)
     ledgers: dict[int, Path] = {}

@@ -67,7 +67,7 @@ def scan_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
             "every byte of both columns touched",
             details={"ledger_s": one.seconds, "read_s": read.seconds, "size_bytes": size},
         )
-    yield _new_process(root, size, 2 if quick else 5)
+    yield _new_process(root, size, 2 if quick else 3)
 
 
 def _new_process(root: Path, size_bytes: int, repetitions: int) -> Figure:
