@@ -80,10 +80,11 @@ class CommitQueue:
     def _leave(self, one: Appending) -> None:
         """This thread was interrupted while it waited: nobody must wait for it."""
         with self._lock:
+            promoted = one.receipt is None and one.error is None and not one.done.locked()
             if one in self._waiting:
                 self._waiting.remove(one)
-                return
-            promoted = one.receipt is None and one.error is None and one.done.locked() is False
+            else:
+                one.uncertain = True  # some leader has it
         if promoted:
             self._hand_on([])
 
@@ -119,8 +120,8 @@ class CommitQueue:
         with self._lock:
             successor = self._waiting[0] if self._waiting else None
             self._led = successor is not None
-        if successor is not None:
-            successor.done.release()
+            if successor is not None:
+                successor.done.release()
         for one in batch:
             one.done.release()
 

@@ -146,8 +146,9 @@ class Writer:
             receipt = store(one)
         except BaseException:
             with self._lock:
-                if one.uncertain and one.pending is not None:
-                    self._unsure[one.pending.content_hash] = number
+                if one.uncertain:
+                    if one.pending is not None:
+                        self._unsure[one.pending.content_hash] = number
                 elif raised and number == self._next - 1:
                     self._next = number
             raise

@@ -260,3 +260,53 @@ def test_a_lone_append_waits_for_nobody(ledger: Ledger, monkeypatch: pytest.Monk
     writer = ledger.writer("r", producer="p")
     for n in range(3):
         assert writer.append([factory.score(n, 1.0)]).first_seq == n + 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_thread_that_is_interrupted_while_it_waits_holds_up_nobody(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Also where it is the one that would lead next."""
+    crowd = Crowd(ledger)
+    writers = [ledger.writer("r", producer=f"p{n}") for n in range(3)]
+    victim = f"p{place}"
+
+    class Interrupted:
+        """A lock that interrupts the thread that waits for it, once."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.acquired = inner, 0
+
+        def acquire(self) -> bool:
+            self.acquired += 1
+            if self.acquired == 2:
+                gone.wait(60)
+                raise KeyboardInterrupt
+            return bool(self.inner.acquire())
+
+        def release(self) -> None:
+            self.inner.release()
+
+        def locked(self) -> bool:
+            return bool(self.inner.locked())
+
+    gone = threading.Event()
+    queue = ledger.commit_queue("r")
+    real = queue.submit
+
+    def submit(one: Any) -> Receipt:
+        if one.writer.producer == victim:
+            one.done = Interrupted(one.done)
+        return real(one)
+
+    monkeypatch.setattr(queue, "submit", submit)
+    for n, writer in enumerate(writers):
+        crowd.add(f"p{n}", lambda w=writer, n=n: w.append([factory.score(n, 1.0)]))  # type: ignore[misc]
+    gone.set()
+    until(lambda: victim in crowd.outcomes)
+    outcomes = crowd.go()
+    assert type(outcomes[victim]) is KeyboardInterrupt
+    kept = [n for n in range(3) if n != place]
+    assert [seqs(outcomes[f"p{n}"]) for n in kept] == [(2, 2), (3, 3)]
+    assert writers[place].append([factory.score(place, 1.0)]).first_seq == 4
+    assert verify_ledger(ledger).ok
