@@ -1,10 +1,9 @@
 """A ledger's folder that was copied while it was written: it opens at a committed point.
 
-Whoever copies a folder file by file gets each file as it was at another moment. Segments are whole
-or absent, for they get their name when they are; but the catalog may be torn, may lack commits
-whose links and segments were copied after it, and may tell of commits whose segments were copied
-before those were there. `catalog.place` says which file the catalog is, so that a copy is known for
-one; its last commits are then compared with what is there.
+Whoever copies a folder file by file gets each file as it was at another moment: the catalog may be
+torn, may lack commits whose links and segments were copied after it, and may tell of commits whose
+segments were copied before those were there, or wholly there. `catalog.place` says which file the
+catalog is, so that a copy is known for one; its commits are then compared with what is there.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from ledger.catalog.copies import copy_to_file, new_memory, rows_to_memory
 from ledger.catalog.engine import Catalog
 from ledger.catalog.integrity import catalog_differences
 from ledger.catalog.records import SegmentInfo
-from ledger.errors import Corrupt, IncompatibleFormat, LedgerError, StorageFailed, explain
+from ledger.errors import Corrupt, IncompatibleFormat, LedgerError, NotFound, StorageFailed, explain
 from ledger.hashing import GENESIS, chain_link, idempotency_key
 from ledger.mark import read_mark
+from ledger.migrate import note_runs
 from ledger.place import FORMAT, Place, locked
 from ledger.rebuild import fill, read_store
 from ledger.storage import ObjectStore
@@ -104,7 +104,7 @@ def settle(place: Place, live: Catalog) -> Catalog:
             problem = " ".join(str(error).split())
         if problem is None:
             if live.refusal is None:
-                note_place(file)
+                _adopt(place, file, live)
             return live
         made = _committed_point(place, live, problem)
         if live.refusal is not None:
@@ -116,7 +116,22 @@ def settle(place: Place, live: Catalog) -> Catalog:
             _install(place, file, made)
         finally:
             made.close()
-        return Catalog(place.url)
+        settled = Catalog(place.url)
+        try:
+            _adopt(place, file, settled)
+        except BaseException:
+            settled.close()
+            raise
+        return settled
+
+
+def _adopt(place: Place, file: Path, catalog: Catalog) -> None:
+    """Write what may not have been copied of runs and epochs; note the place."""
+    with catalog.read() as connection:
+        if migrations.current(connection) == migrations.HEAD:
+            meta = sa.select(t.meta.c.value).where(t.meta.c.key == "ledger_id")
+            note_runs(connection, place.store, str(connection.execute(meta).scalar()))
+    note_place(file)
 
 
 def _torn(catalog: Catalog, store: ObjectStore) -> str | None:
@@ -130,20 +145,45 @@ def _torn(catalog: Catalog, store: ObjectStore) -> str | None:
             if problem is not None:
                 return problem
             there = set(store.list(f"runs/{run.run_id}"))
+            whole = _whole(store, segments)
             for s in segments:
-                if s.file is not None and s.file.path not in there:
+                if s.file is not None and s.file.path not in whole:
                     return f"run {run.run_id!r}, {s.kind} at seq {s.first_seq}: its file is missing"
-            last = max((_last(path) for path in there), default=0)
+            last = max((_span(path)[1] for path in there), default=0)
             if last > run.head_seq:
                 return f"run {run.run_id!r}: links tell of commits up to seq {last}, it does not"
+            exported = connection.execute(
+                sa.select(t.exports.c.last_seq).where(t.exports.c.run_id == run.run_id)
+            ).scalar()
+            reach = 0
+            for first, last in sorted(_span(path) for path in there):
+                reach = max(reach, last) if first <= reach + 1 else reach
+            if reach < (exported or 0):
+                return f"run {run.run_id!r}: links from seq {reach + 1} on are missing"
     return None
 
 
-def _last(path: str) -> int:
-    """The last seq that an object of links tells of; 0 for other objects."""
+def _whole(store: ObjectStore, segments: list[SegmentInfo]) -> set[str]:
+    """The files of the segments that are there with all their bytes.
+
+    A small file that was copied in the moment of its writing may have some of them only.
+    """
+    sizes = {s.file.path: s.file.size_bytes for s in segments if s.file is not None}
+    found = set()
+    for path, size_bytes in sizes.items():
+        with contextlib.suppress(NotFound):
+            if store.stamp(path).size_bytes == size_bytes:
+                found.add(path)
+    return found
+
+
+def _span(path: str) -> tuple[int, int]:
+    """First and last seq that an object of links tells of; 0 and 0 for other objects."""
     folder, _, name = path.rpartition("/")
-    _, _, last = name.removesuffix(".json").partition("-")
-    return int(last) if folder.endswith("/links") and last.isdecimal() else 0
+    first, _, last = name.removesuffix(".json").partition("-")
+    if not folder.endswith("/links") or not first.isdecimal() or not last.isdecimal():
+        return 0, 0
+    return int(first), int(last)
 
 
 def _broken(connection: sa.Connection, run_id: str, segments: list[SegmentInfo]) -> str | None:
@@ -175,6 +215,8 @@ def _committed_point(place: Place, live: Catalog, problem: str) -> Catalog:
                 segments = queries.segments_after(connection, run.run_id, 0)
                 keep = _present(connection, place.store, run.run_id, segments)
                 _cut(connection, run.run_id, keep)
+                # All links are written again: some may not have been copied.
+                connection.execute(t.exports.delete().where(t.exports.c.run_id == run.run_id))
                 kept = [s for s in segments if s.last_seq <= keep]
                 wrong = _broken(connection, run.run_id, kept)
                 if wrong is not None:
@@ -201,9 +243,10 @@ def _from_rows(live: Catalog, store: ObjectStore) -> Catalog | None:
             for run in queries.list_runs(connection):
                 there = set(store.list(f"runs/{run.run_id}"))
                 segments = queries.segments_after(connection, run.run_id, 0)
-                behind = max((_last(path) for path in there), default=0) > run.head_seq
+                behind = max((_span(path)[1] for path in there), default=0) > run.head_seq
+                whole = _whole(store, segments)
                 sealed = any(
-                    s.file is not None and s.file.path not in there and "/hot/" not in s.file.path
+                    s.file is not None and s.file.path not in whole and "/hot/" not in s.file.path
                     for s in segments
                 )
                 if behind or sealed or _broken(connection, run.run_id, segments) is not None:
@@ -249,7 +292,7 @@ def _present(
             sa.select(t.tombstones.c.first_seq).where(t.tombstones.c.run_id == run_id)
         ).scalars()
     )
-    there = set(store.list(f"runs/{run_id}"))
+    there = _whole(store, segments)
     missing: dict[str, SegmentInfo] = {}
     keep: int | None = None
     for s in segments:
@@ -298,7 +341,6 @@ def _cut(connection: sa.Connection, run_id: str, keep: int) -> None:
         (t.branches, "seq"),
     ):
         connection.execute(table.delete().where(table.c.run_id == run_id, table.c[column] > keep))
-    connection.execute(t.exports.delete().where(t.exports.c.run_id == run_id))
     chain = connection.execute(
         sa.select(t.commits.c.chain).where(
             t.commits.c.run_id == run_id, t.commits.c.last_seq == keep
@@ -333,10 +375,9 @@ def _install(place: Place, file: Path, made: Catalog) -> None:
             catalog.close()
         for run_id, head in heads.items():
             for path in list(store.list(f"runs/{run_id}/links")):
-                if _last(path) > head:
+                if _span(path)[1] > head:
                     store.put([(path.replace("/links/", "/links-set-aside/", 1), store.read(path))])
                     store.delete(path)
-        note_place(file)
     except (OSError, sqlite3.Error) as error:
         if isinstance(error, LedgerError):
             raise

@@ -34,7 +34,7 @@ from ledger.segment import HOT_FORMAT
 from ledger.segment_reader import SegmentReader
 from ledger.storage import ObjectStore
 
-__all__ = ["Migrated", "migrate_catalog"]
+__all__ = ["Migrated", "migrate_catalog", "note_runs"]
 
 _KINDS_0001 = frozenset(
     [
@@ -157,7 +157,7 @@ def _migrate(
             copy_to_file(place.file, backup)
         if before < to:
             if not dry_run:
-                _note_runs(connection, place.store, ledger_id)
+                note_runs(connection, place.store, ledger_id)
             migrations.upgrade(connection, to)
         else:
             counters = _back_to_0001(connection, place.store, progress)
@@ -184,7 +184,7 @@ def _free_name(file: Path, to: str) -> Path:
     return name.with_name(f"{name.name}-{time.time_ns() // 1000}") if name.exists() else name
 
 
-def _note_runs(connection: sa.Connection, store: ObjectStore, ledger_id: str) -> None:
+def note_runs(connection: sa.Connection, store: ObjectStore, ledger_id: str) -> None:
     """Write beside the data what later versions write when a run or an epoch begins."""
     for run in queries.list_runs(connection):
         put_run(store, ledger_id, run.run_id, run.created_at)
