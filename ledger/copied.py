@@ -49,12 +49,21 @@ def _here(file: Path) -> str:
     return f"{found.st_dev}:{found.st_ino}"
 
 
-def was_copied(file: Path) -> bool:
-    """Whether the catalog is another file than the one that was last opened for writing."""
+def _is_elsewhere(file: Path) -> bool:
     try:
         return _note(file).read_text() != _here(file)
     except OSError:
         return False  # nothing was noted, as of ledgers made before
+
+
+def was_copied(file: Path) -> bool:
+    """Whether the catalog is a copy of one that was in use; to be asked before it is opened.
+
+    Who closes a ledger last takes SQLite's log away. A copy without one is of a ledger at rest:
+    what is missing there is no torn end, but a loss, and shows as one.
+    """
+    logs = (Path(f"{file}{rest}") for rest in ("-wal", "-shm"))
+    return _is_elsewhere(file) and any(log.exists() for log in logs)
 
 
 def note_place(file: Path) -> None:
@@ -66,8 +75,8 @@ def note_place(file: Path) -> None:
 
 
 def note_if_new(file: Path) -> None:
-    """Note which file the catalog is, where nobody has. Raises: StorageFailed."""
-    if _note(file).exists():
+    """Note which file the catalog is, where that is new. Raises: StorageFailed."""
+    if _note(file).exists() and not _is_elsewhere(file):
         return
     try:
         note_place(file)
@@ -94,7 +103,7 @@ def settle(place: Place, live: Catalog) -> Catalog:
     with contextlib.ExitStack() as stack:
         if live.refusal is None:
             stack.enter_context(locked(place))
-            if not was_copied(file):
+            if not _is_elsewhere(file):
                 return live  # another process was faster
         try:
             with live.read() as connection:

@@ -87,9 +87,17 @@ def open_ledger(
             refusal = InvalidArgument(
                 explain("nothing was written: the ledger was opened for reading only", on=store.uri)
             )
-        opened = _open_file(place, refusal) if place.file else Catalog(place.url, refusal=refusal)
+        copied = place.file is not None and not place.named and was_copied(place.file)
+        if copied and refusal is not None and place.file is not None:
+            # Whoever writes nothing must not take the log away either, as others do at the end.
+            url = sqlite_url(place.file, mode="ro")
+            opened = Catalog(url, refusal=refusal, name=shown(place.url))
+        elif place.file is not None:
+            opened = _open_file(place, refusal)
+        else:
+            opened = Catalog(place.url, refusal=refusal)
         try:
-            if place.file and not place.named and was_copied(place.file):
+            if copied:
                 opened = settle(place, opened)
             with opened.read() as connection:
                 ledger_id, revision = require_format(connection, opened.name)

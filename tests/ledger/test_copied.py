@@ -102,7 +102,7 @@ def test_a_torn_end_is_cut_and_kept_aside(
 ) -> None:
     with open_ledger(written) as ledger:
         files = [s.file.path for s in ledger.segment_infos("run") if s.file is not None]
-    copied = Path(shutil.copytree(written, tmp_path / "copy"))
+        copied = Path(shutil.copytree(written, tmp_path / "copy"))
     (copied / files[5]).unlink()
     os.truncate(copied / files[4], 100)
     with open_ledger(copied) as ledger:
@@ -115,7 +115,9 @@ def test_a_torn_end_is_cut_and_kept_aside(
 def test_a_catalog_that_is_no_database_any_more_is_made_from_the_links(
     written: Path, tmp_path: Path
 ) -> None:
-    copied = Path(shutil.copytree(written, tmp_path / "copy"))
+    with open_ledger(written) as ledger:
+        assert ledger.run().head_seq == 6
+        copied = Path(shutil.copytree(written, tmp_path / "copy"))
     catalog = copied / "catalog.sqlite"
     whole = catalog.read_bytes()
     catalog.write_bytes(whole[: 3 * 4096] + bytes(len(whole) - 3 * 4096))
@@ -135,9 +137,23 @@ def test_files_missing_in_the_middle_are_no_torn_end(written: Path, tmp_path: Pa
             "UPDATE commits SET committed_at = committed_at + first_seq * 3600000000"
         )
     connection.close()
-    copied = Path(shutil.copytree(written, tmp_path / "copy"))
+    with open_ledger(written) as ledger:
+        assert ledger.run().head_seq == 6
+        copied = Path(shutil.copytree(written, tmp_path / "copy"))
     shutil.rmtree(copied / "runs" / "run" / "links")
     (copied / files[2]).unlink()
     with pytest.raises(Corrupt, match="in the middle"):
         open_ledger(copied)
     assert not list(copied.glob("*.torn-*"))
+
+
+def test_what_is_missing_in_a_copy_of_a_ledger_at_rest_is_a_loss(
+    written: Path, tmp_path: Path
+) -> None:
+    with open_ledger(written) as ledger:
+        files = [s.file.path for s in ledger.segment_infos("run") if s.file is not None]
+    copied = Path(shutil.copytree(written, tmp_path / "copy"))
+    (copied / files[5]).unlink()
+    with open_ledger(copied) as ledger:
+        assert ledger.run().head_seq == 6
+        assert not verify_ledger(ledger).ok
