@@ -14,6 +14,7 @@ from ledger.catalog import tables as t
 from ledger.catalog.address import kind_of
 from ledger.catalog.engine import Catalog, sqlite_url
 from ledger.catalog.integrity import catalog_differences
+from ledger.copied import note_place
 from ledger.errors import AlreadyExists, Conflict, LedgerError, NotFound, StorageFailed, explain
 from ledger.mark import Mark, write_mark
 from ledger.place import FORMAT, Place, require_mark
@@ -71,6 +72,7 @@ def rebuild_catalog(
         return report
     if place.file is not None:
         _replace_file(place.file, report)
+        note_place(place.file)
     else:
         _replace_rows(place.url, report)
     if mark is None:
