@@ -40,6 +40,8 @@ def main() -> int:
                 figures += part(Path(folder) / name)
             console.print(f"{name}: {time.perf_counter() - began:.0f} s", style="dim")
     notes = notes_on(figures, recorded if {"share", "size"} & set(parts) else DEMO)
+    if given.quick:
+        notes.append("--quick: small data and few repetitions; judge goals by a whole run.")
     if given.json:
         shown = [dataclasses.asdict(f) | {"met": f.met} for f in figures]
         print(json.dumps({"figures": shown, "notes": notes}, sort_keys=True))

@@ -37,6 +37,7 @@ def _query(place: str, run_id: str) -> dict[str, float]:
     """Open, ask a first question of one small kind, then one of all samples."""
     began = time.perf_counter()
     import pyarrow as pa
+    import sqlalchemy.dialects.sqlite  # noqa: F401 — SQLAlchemy imports it at its first connection
 
     import ledger.sql  # noqa: F401 — so that the import is not in the time of the first question
     from ledger import open_ledger
