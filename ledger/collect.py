@@ -22,7 +22,7 @@ from ledger.catalog.commit import lock_run
 from ledger.catalog.queries import list_runs as runs_of
 from ledger.errors import Conflict, NotFound, StorageFailed, explain
 from ledger.events import CheckpointSaved
-from ledger.links import links_folder
+from ledger.links import last_told, links_folder
 from ledger.placement import StoredRun, list_runs
 
 if TYPE_CHECKING:
@@ -197,8 +197,7 @@ def _require_complete(run: StoredRun, head_seq: int | None) -> None:
     """A catalog put back from an old copy must not have its newer files taken for garbage."""
     if head_seq is None:
         return
-    known = [path.rpartition("-")[2].removesuffix(".json") for path in run.links]
-    last = max((int(seq) for seq in known if seq.isdecimal()), default=0)
+    last = max(map(last_told, run.links), default=0)
     if last > head_seq:
         raise Conflict(
             explain(

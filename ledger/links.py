@@ -34,6 +34,7 @@ from ledger.storage import ObjectStore
 
 __all__ = [
     "LinkedCommit",
+    "last_told",
     "links_folder",
     "parse_links",
     "producers_folder",
@@ -85,6 +86,13 @@ def producers_folder(run_id: str) -> str:
 def links_folder(run_id: str) -> str:
     """Folder of a run's links."""
     return f"runs/{run_id}/links"
+
+
+def last_told(path: str) -> int:
+    """The last seq that an object of links tells of, by its path; 0 for other objects."""
+    folder, _, name = path.rpartition("/")
+    _, _, last = name.removesuffix(".json").partition("-")
+    return int(last) if folder.endswith("/links") and last.isdecimal() else 0
 
 
 def sealed_json(body: Mapping[str, Any]) -> bytes:

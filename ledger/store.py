@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
 
+from ledger.behind import require_not_behind
 from ledger.catalog import commit as commits
 from ledger.catalog import queries
 from ledger.catalog import tables as t
@@ -272,6 +273,8 @@ class Ledger:
 
         Raises:
             NotFound: no such run or branch.
+            Conflict: the store has links of commits that the catalog does not have: it was put back
+                from an older copy.
             FencedOff: `epoch` is not the newest one (on the first append).
         """
         self.branch(run_id, branch)
@@ -336,6 +339,7 @@ class Ledger:
 
     def _writer(self, run_id: str, branch: str, producer: str, epoch: int | None) -> Writer:
         self.require_writable()
+        require_not_behind(self.catalog, self.store, run_id)
         if epoch is None:
             epoch = self.catalog.transact(lambda c: self._begin_epoch(c, run_id, producer))
         return Writer(self, run_id, branch, producer, epoch)

@@ -8,7 +8,14 @@ import pyarrow as pa
 
 from ledger.errors import LedgerError, NotFound
 from ledger.hashing import file_hash
-from ledger.links import LinkedCommit, parse_links, read_sealed_json, run_object, same_commit
+from ledger.links import (
+    LinkedCommit,
+    last_told,
+    parse_links,
+    read_sealed_json,
+    run_object,
+    same_commit,
+)
 from ledger.placement import StoredRun
 from ledger.segment import read_identities
 from ledger.storage import ObjectStore
@@ -74,13 +81,13 @@ def check_links(
                     f"as in the catalog: {_differing(here, linked)}",
                     _differing(linked, here),
                 )
-    last_told = max((_last_of(path) for path in stored.links), default=0)
-    if last_told > head_now:
+    told_up_to = max(map(last_told, stored.links), default=0)
+    if told_up_to > head_now:
         find(
             f"runs/{run_id}/links",
             "commits that the catalog does not have",
             f"links up to seq {head_now}",
-            f"links up to seq {last_told}: the catalog is older than the store",
+            f"links up to seq {told_up_to}: the catalog is older than the store",
         )
     missing = [c.first_seq for c in state.commits if c.first_seq not in told]
     lost = [first for first in missing if first <= state.exported]
@@ -111,11 +118,6 @@ _ROW = (
     "chain",
     "committed_at",
 )
-
-
-def _last_of(path: str) -> int:
-    text = path.rpartition("-")[2].removesuffix(".json")
-    return int(text) if text.isdecimal() else 0
 
 
 def _differing(one: LinkedCommit, other: LinkedCommit) -> str:

@@ -111,13 +111,15 @@ class LocalStore:
             with pa.memory_map(name) as mapped:
                 return mapped.read_buffer(size)
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
         """See ObjectStore. Files that a crash left half-written are not listed."""
         require_folder(prefix)
         with _translated("objects were not listed", prefix or self.root):
             for folder, name in _walk(self.root / prefix):
                 if not name.startswith(TEMPORARY):
-                    yield (Path(folder) / name).relative_to(self.root).as_posix()
+                    path = (Path(folder) / name).relative_to(self.root).as_posix()
+                    if path > after:
+                        yield path
 
     def delete(self, path: str) -> None:
         """See ObjectStore."""

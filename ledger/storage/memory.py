@@ -95,11 +95,11 @@ class MemoryStore:
         """See ObjectStore."""
         return self._found(path)[1]
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
         """See ObjectStore."""
         require_folder(prefix)
         with self._place.lock:
-            paths = sorted(self._place.objects)
+            paths = sorted(path for path in self._place.objects if path > after)
         return (path for path in paths if not prefix or path.startswith(prefix + "/"))
 
     def delete(self, path: str) -> None:

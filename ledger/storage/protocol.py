@@ -93,8 +93,10 @@ class ObjectStore(Protocol):
     def read(self, path: str) -> pa.Buffer:
         """The whole object, without a copy where the store can. Raises: NotFound, StorageFailed."""
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
         """Paths of all objects below the folder `prefix` ('': all), in no promised order.
+
+        With `after`, only paths that sort after it: where the service can, others cost nothing.
 
         Raises: StorageFailed.
         """

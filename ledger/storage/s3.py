@@ -128,12 +128,12 @@ class S3Store:
         self._cache.keep(path, etag, data)
         return data
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
         """See ObjectStore. A page at a time, asked for when it is needed."""
         require_folder(prefix)
         root = f"{self._place.prefix}/" if self._place.prefix else ""
         below = f"{root}{prefix}/" if prefix else root
-        more: dict[str, str] = {}
+        more = {"StartAfter": root + after} if after else {}
         while True:
             with translated("objects were not listed", f"{self.uri}/{prefix}"):
                 page = self._ask("list_objects_v2", Prefix=below, MaxKeys=self._page, **more)

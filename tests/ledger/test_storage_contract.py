@@ -103,6 +103,13 @@ def test_any_names_and_bytes(store: ObjectStore, objects: dict[str, bytes]) -> N
     assert {path: store.read(path).to_pybytes() for path in named} == named
 
 
+def test_a_listing_begins_after_a_name(store: ObjectStore) -> None:
+    names = ["d/1", "d/10", "d/2", "d/3-x", "d/3-~", "d/e/0"]
+    store.put([(name, b"") for name in [*names, "c/9", "e/0"]])
+    for after in ("d", "d/0", "d/10", "d/15", "d/3-~", "d/e/0", "z"):
+        assert sorted(store.list("d", after=after)) == [name for name in names if name > after]
+
+
 def test_a_name_is_given_once(store: ObjectStore) -> None:
     for name, data in [("small", b"1"), ("large", b"1" * LARGE_BYTES), ("empty", b"")]:
         store.put([(f"d/{name}", data)])
