@@ -51,7 +51,7 @@ def _here(file: Path) -> str:
 
 def _is_elsewhere(file: Path) -> bool:
     try:
-        return _note(file).read_text() != _here(file)
+        return _note(file).read_bytes() != _here(file).encode()
     except OSError:
         return False  # nothing was noted, as of ledgers made before
 

@@ -62,9 +62,9 @@ def events_to_table(
     for row, item in enumerate(events):
         if type(item) is not cls:
             refuse(cls.KIND, row, "(event)", f"a {cls.__name__}", _describe(item))
-    columns = list(zip(*map(fields_of(cls.KIND), events), strict=True))
+    columns = list(zip(*map(fields_of(cls), events), strict=True))
     arrays = []
-    for column, plain, values in zip(cls.COLUMNS, plain_encoders(cls.KIND), columns, strict=True):
+    for column, plain, values in zip(cls.COLUMNS, plain_encoders(cls), columns, strict=True):
         if column.name == "recorded_at" and recorded_at is not None:
             values = tuple(recorded_at if value is None else value for value in values)
         # Types first, all at once: nearly always they are the right ones, and no value needs a

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ledger.errors import StorageFailed, explain
-from ledger.fields import EVENTS, Column, Event
+from ledger.fields import Column, Event
 
 __all__ = ["MAX_VALUES", "PLAIN_TYPES", "Fill", "fields_of", "plain_encoders"]
 
@@ -55,9 +55,9 @@ class Fill:
 
 
 @functools.cache
-def fields_of(kind: str) -> Callable[[Event], tuple[Any, ...]]:
+def fields_of(cls: Any) -> Callable[[Event], tuple[Any, ...]]:
     """A function that gives the fields of an event in the order of the columns."""
-    return operator.attrgetter(*(column.name for column in EVENTS[kind].COLUMNS))
+    return operator.attrgetter(*(column.name for column in cls.COLUMNS))
 
 
 PLAIN_TYPES = frozenset({np.ndarray, bool, int, float, str, bytes, type(None)})
@@ -67,9 +67,9 @@ look."""
 
 
 @functools.cache
-def plain_encoders(kind: str) -> tuple[_Plain, ...]:
-    """For each column, what encodes it without looking at each value."""
-    return tuple(_plain_encoder(column) for column in EVENTS[kind].COLUMNS)
+def plain_encoders(cls: Any) -> tuple[_Plain, ...]:
+    """For each column of an event class, what encodes it without looking at each value."""
+    return tuple(_plain_encoder(column) for column in cls.COLUMNS)
 
 
 def _plain_encoder(column: Column) -> _Plain:

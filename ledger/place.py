@@ -266,9 +266,11 @@ def create(place: Place) -> Place:
             _require_free(place)
             place.file.parent.mkdir(parents=True, exist_ok=True)
         with locked(place):
-            if place.in_memory and read_mark(place.store) is None:
-                # What a forgotten store of this name had is no part of the new one.
-                place = dataclasses.replace(place, url=memory_url(place.store.uri, fresh=True))
+            if place.in_memory:
+                # What a forgotten store of this name had is no part of a new one; and somebody else
+                # may have begun that since this place was looked up.
+                fresh = read_mark(place.store) is None
+                place = dataclasses.replace(place, url=memory_url(place.store.uri, fresh=fresh))
             catalog = Catalog(place.url)
             try:
                 _create(place, catalog)

@@ -326,11 +326,14 @@ class Reader:
             return list(pool.map(opened, chosen))
 
     def _open(self, segment: SegmentInfo, names: list[str] | None) -> pa.Table:
-        """In the present layout; of one that is present already only the columns `names`."""
+        """The columns `names` (None: all) in the present layout."""
         index, verify = self._ledger.index, self._verify
-        if names is not None and segment.layout == event_class(segment.kind).LAYOUT:
+        if names is None:
+            return upcast(index.open(segment, verify=verify))
+        if segment.layout == event_class(segment.kind).LAYOUT:
             return index.open(segment, verify=verify, columns=names)
-        return upcast(index.open(segment, verify=verify))
+        # An upcaster may need any column of the layout.
+        return upcast(index.open(segment, verify=verify)).select(names)
 
 
 def _follows(before: SegmentInfo, after: SegmentInfo) -> bool:

@@ -170,7 +170,7 @@ def test_a_pickle_in_place_of_any_stored_file_is_never_executed(quick_path: Path
     ]
     suffixes = {path.suffix for path in stored}
     assert {".arrow", ".json", ".sqlite"} <= suffixes
-    refused = 0
+    refused: set[str] = set()
     for suffix in sorted(suffixes):
         path = next(path for path in stored if path.suffix == suffix)
         real = path.read_bytes()
@@ -179,12 +179,14 @@ def test_a_pickle_in_place_of_any_stored_file_is_never_executed(quick_path: Path
             with open_ledger(quick_path / "ledger") as ledger:
                 for kind in ledger.reader(factory.RUN, None).kinds():
                     ledger.reader(factory.RUN, None).table(kind)
-                refused += not verify_ledger(ledger).ok
+                if not verify_ledger(ledger).ok:
+                    refused.add(suffix)
         except LedgerError:
-            refused += 1
+            refused.add(suffix)
         path.write_bytes(real)
         assert not trap.exists(), path
-    assert refused == len(suffixes)
+    # catalog.place only notes where the catalog was: other bytes mean that it was elsewhere.
+    assert refused == suffixes - {".place"}
 
 
 def test_nothing_that_is_stored_is_a_pickle(quick_path: Path) -> None:
