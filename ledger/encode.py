@@ -58,7 +58,7 @@ def events_to_table(
     """
     if not events:
         raise InvalidEvent(explain("no events to encode", expected="at least one", found=0))
-    cls = type(events[0])
+    cls: Any = type(events[0])
     for row, item in enumerate(events):
         if type(item) is not cls:
             refuse(cls.KIND, row, "(event)", f"a {cls.__name__}", _describe(item))
