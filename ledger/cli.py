@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ledger.commands import ask, common, keep, place, restore, space
 from ledger.errors import LedgerError
 
-__all__ = ["DEFAULT_LEDGER", "main"]
+__all__ = ["DEFAULT_LEDGER", "build_parser", "main"]
 
 DEFAULT_LEDGER = common.DEFAULT_LEDGER
 
@@ -23,7 +23,7 @@ FAILED, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and never lets a LedgerError through."""
-    parser = _parser()
+    parser = build_parser()
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as leaving:  # argparse has said why on standard error
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: every command with its options."""
     parser = argparse.ArgumentParser(
         prog="ledger", description="Make a trajectory ledger, look at it, ask it, check it."
     )

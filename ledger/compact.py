@@ -26,6 +26,7 @@ from ledger.catalog.locations import move, parts_of
 from ledger.catalog.records import SegmentInfo
 from ledger.errors import Corrupt, InvalidArgument, LedgerError, explain
 from ledger.hashing import file_hash, logical_hash
+from ledger.schema import require_kinds
 from ledger.sealed import SEALED_FORMAT, Held, SealedWriter, sealed_folder
 from ledger.segment import HOT_FORMAT, SegmentFile
 from ledger.segment_reader import SegmentReader
@@ -143,8 +144,9 @@ def plan_compaction(
     A sealed file smaller than half of `target_bytes` is taken in again once as much has gathered
     after it. Batches smaller than `at_least_bytes` are left for later.
 
-    Raises: NotFound where there is no such run.
+    Raises: NotFound where there is no such run, InvalidArgument for a kind or size that is none.
     """
+    require_kinds(kinds)
     if target_bytes < 1 or keep_hot_s < 0:
         raise InvalidArgument(
             explain(

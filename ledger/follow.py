@@ -18,7 +18,7 @@ from ledger.catalog import queries
 from ledger.catalog.moments import segment_start
 from ledger.errors import InvalidArgument, NoLongerKept, explain
 from ledger.scan import PLACE_TYPES
-from ledger.schema import event_class, upcast
+from ledger.schema import require_kinds, upcast
 
 if TYPE_CHECKING:
     from ledger.catalog.records import SegmentInfo
@@ -72,7 +72,8 @@ def follow(
 
     Raises:
         NotFound: no such run or branch.
-        InvalidArgument: a kind that is none, `since` below 0, `poll_s` not above 0.
+        InvalidArgument: a kind that is none, `since` below 0 or above the run's last event,
+            `poll_s` not above 0.
         Corrupt: a file is missing or is not what was committed.
     """
     if not poll_s > 0:
@@ -112,9 +113,19 @@ class _Follower:
             raise InvalidArgument(
                 explain("a run was not followed", on="since", expected="0 or more", found=since)
             )
-        for kind in kinds or ():
-            event_class(kind)
-        ledger.run(run_id)
+        require_kinds(kinds)
+        head = ledger.run(run_id).head_seq
+        if since > head:
+            # Waiting until the run is that long would miss all events up to there.
+            raise InvalidArgument(
+                explain(
+                    "a run was not followed: it has not come as far as that",
+                    on=f"run {run_id!r}",
+                    expected=f"since from 0 to {head}",
+                    found=since,
+                    do="if it once had: its catalog is an older copy, see `ledger verify`",
+                )
+            )
         self._ledger = ledger
         self._run_id = run_id
         self._since = since

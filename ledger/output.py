@@ -10,15 +10,13 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import pyarrow as pa
-import pyarrow.parquet as pq
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ledger.errors import InvalidArgument, StorageFailed, explain
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from rich.table import Table
 
 __all__ = [
     "FORMATS",
@@ -39,12 +37,16 @@ _PLAIN_WIDTH = 100_000
 def show(*drawn: Any) -> None:
     """Print what rich can draw: in colour and the terminal's width, or plainly where it is none."""
     if sys.stdout.isatty():
+        from rich.console import Console
+
         Console().print(*drawn, sep="\n", highlight=False)
         return
     sys.stdout.writelines(line + "\n" for line in _plain_lines(*drawn))
 
 
 def _plain_lines(*drawn: Any) -> list[str]:
+    from rich.console import Console
+
     made = io.StringIO()
     Console(file=made, width=_PLAIN_WIDTH, no_color=True).print(*drawn, sep="\n", highlight=False)
     return [line.rstrip() for line in made.getvalue().splitlines()]
@@ -102,6 +104,8 @@ def write_table(table: pa.Table, format_: str, output: str | Path | None = None)
         sink.write(_encoded(table, format_))
         sink.flush()
     elif format_ == "table":
+        from rich.text import Text
+
         count = Text(f"({table.num_rows} row{'' if table.num_rows == 1 else 's'})", style="dim")
         show(_drawn(table), count)
     else:
@@ -119,7 +123,13 @@ def _write_file(table: pa.Table, format_: str, path: Path) -> None:
             raise
     except OSError as error:
         raise StorageFailed(
-            explain("a result was not written", on=str(path), found=str(error))
+            explain(
+                "a result was not written",
+                on=str(path),
+                expected="a file that can be made in a folder that is there",
+                found=error.strerror or str(error),
+                do="name another file with --output",
+            )
         ) from error
 
 
@@ -135,8 +145,12 @@ def _encoded(table: pa.Table, format_: str) -> bytes:
     table = table.rename_columns(_distinct(table.column_names))
     made = io.BytesIO()
     if format_ == "parquet":
+        import pyarrow.parquet as pq
+
         pq.write_table(table, made)
     else:
+        import pyarrow as pa
+
         with pa.ipc.new_file(made, table.schema) as writer:
             writer.write_table(table)
     return made.getvalue()
@@ -161,6 +175,10 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _drawn(table: pa.Table) -> Table:
+    import pyarrow as pa
+    from rich.table import Table
+    from rich.text import Text
+
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     names = _distinct(table.column_names)
     for name, field in zip(names, table.schema, strict=True):

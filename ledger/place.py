@@ -180,6 +180,7 @@ def require_there(place: Place, mark: Mark | None) -> None:
             on=store.uri,
             expected=f"a file {MARK}, or {CATALOG}",
             found=there,
+            do="name the folder of a ledger; a new one is made in an empty folder: ledger init",
         )
     )
 
@@ -217,7 +218,10 @@ def not_writable(path: Path) -> LedgerError | None:
 def _no_ledger(place: Place) -> NotFound:
     at = str(place.store.root or place.store.uri)
     also = " --catalog …" if place.named else ""
-    return NotFound(explain("there is no ledger", on=at, do=f"make one: ledger init {at}{also}"))
+    do = f"make one: ledger init {at}{also}"
+    if place.store.root is None and at.startswith("memory://"):
+        do = "make one in this process, with create=True: it ends with the process that made it"
+    return NotFound(explain("there is no ledger", on=at, do=do))
 
 
 def _catalog_gone(place: Place) -> NotFound:

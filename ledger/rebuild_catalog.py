@@ -143,6 +143,7 @@ def _replace_file(path: Path, report: RebuildReport) -> None:
             _fill_new(catalog, report)
         finally:
             catalog.close()  # the last connection writes the log into the file
+            Path(f"{new}-turns").unlink(missing_ok=True)
         aside = f"{path}.old-{time.time_ns() // 1000}"
         # The log first: one that stayed would be read as the new file's.
         for rest in ("-wal", "-shm", ""):

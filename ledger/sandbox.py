@@ -56,6 +56,12 @@ _OTHERS = frozenset(
 )
 """Other functions that are refused: they tell of the process, write, or only wait."""
 
+_INSTEAD = {
+    True: "to read files as well, allow it: --allow-external",
+    False: "ask the views: a query reaches nothing of this process",
+}
+"""What to do where a function is refused, by whether it reads files."""
+
 _table_functions: set[str] = set()
 """All table functions that this DuckDB has; found once in a process."""
 
@@ -90,7 +96,7 @@ def refuse_changes(con: duckdb.DuckDBPyConnection, sql: str, forbidden: frozense
     if kinds == ["CREATE", "SELECT"] and ";" not in sql.strip().rstrip(";"):
         kinds = ["MULTI"]  # DuckDB 1.5 takes PIVOT apart like this
     if len(kinds) != 1:
-        raise _refusal(sql, f"{len(kinds)} statements")
+        raise _refusal(sql, f"{len(kinds)} statements", "ask one question at a time")
     if kinds[0] not in _READS:
         raise _refusal(sql, f"a statement of type {kinds[0]}")
     asked = sql
@@ -102,7 +108,7 @@ def refuse_changes(con: duckdb.DuckDBPyConnection, sql: str, forbidden: frozense
     used = _parsed_functions(con, asked) if kinds[0] == "SELECT" else _called_words(asked)
     for name in used:
         if name in forbidden:
-            raise _refusal(sql, f"the function {name}")
+            raise _refusal(sql, f"the function {name}", _INSTEAD[name in _FILES])
 
 
 def shortened(sql: str) -> str:
@@ -153,7 +159,9 @@ def _called_words(sql: str) -> Iterator[str]:
             yield word.rpartition(".")[2].strip('"')
 
 
-def _refusal(sql: str, found: str) -> InvalidArgument:
+def _refusal(
+    sql: str, found: str, do: str = "events are only ever appended, by a writer"
+) -> InvalidArgument:
     return InvalidArgument(
         explain(
             "running a query",
@@ -161,7 +169,6 @@ def _refusal(sql: str, found: str) -> InvalidArgument:
             expected="one statement that only reads the views: SELECT, WITH, FROM, VALUES, "
             "DESCRIBE, SUMMARIZE, EXPLAIN, SHOW or PIVOT",
             found=found,
-            do="ask the views; events are only ever appended, by a writer; to read files as well, "
-            "allow it: --allow-external",
+            do=do,
         )
     )

@@ -7,13 +7,14 @@ a time; a newer one is refused.
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pyarrow as pa
 
-from ledger.errors import IncompatibleFormat, explain
+from ledger.errors import IncompatibleFormat, InvalidArgument, explain
 from ledger.events import EVENTS
 from ledger.fields import Column, Event
 
@@ -26,6 +27,7 @@ __all__ = [
     "columns_of",
     "documentation",
     "event_class",
+    "require_kinds",
     "table_kind",
     "table_layout",
     "type_name",
@@ -41,6 +43,22 @@ Upcaster = Callable[[pa.Table], pa.Table]
 
 UPCASTS: dict[tuple[str, int], Upcaster] = {}
 """(kind, n) → function that raises a table of layout n to n + 1. Empty: all layouts are 1."""
+
+
+def require_kinds(kinds: Collection[str] | None) -> None:
+    """Raise InvalidArgument where somebody asks for a kind of event that there is not."""
+    for kind in kinds or ():
+        if kind not in EVENTS:
+            near = difflib.get_close_matches(kind, EVENTS, n=1)
+            raise InvalidArgument(
+                explain(
+                    "an event kind is not known",
+                    on="--kind (in Python: kinds)",
+                    expected=f"one of {', '.join(sorted(EVENTS))}",
+                    found=repr(kind),
+                    do=f"did you mean {near[0]}?" if near else None,
+                )
+            )
 
 
 def event_class(kind: str, layout: int | None = None) -> type[Event]:

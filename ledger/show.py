@@ -125,6 +125,9 @@ def _read(used: Session, index: int, whole: TableSource) -> dict[str, Any]:
             "       t.log_prob, t.weight_version, t.advantage\n"
             "FROM tokens AS t WHERE t.index = $1 ORDER BY t.position"
         ),
+        "signals": ask(
+            "SELECT s.branch, s.step FROM signal_recorded AS s WHERE s.index = $1 ORDER BY s.seq"
+        ),
         "scores": ask(
             "SELECT s.raw_reward, s.reward, s.part_names, s.part_values, s.verifier,\n"
             "       s.verifier_version, s.response_text, s.branch, s.seq\n"
@@ -164,7 +167,9 @@ def draw_trajectory(found: dict[str, Any]) -> Group:
     if text is not None:
         parts.extend([Text("response, as it was judged", style="bold"), _indented(text)])
     if found["tokens"]:
-        parts.extend([Text(), _token_table(found["tokens"])])
+        # Without a signal the view has 0: "no step used it", which is not known then.
+        unknown = bool(found["trained"]) and not found["signals"]
+        parts.extend([Text(), _token_table(found["tokens"], masks=not unknown)])
     return Group(*parts)
 
 
@@ -190,9 +195,15 @@ def _fates(found: dict[str, Any]) -> list[Text]:
                 f"  trained in step {step['step']} of {step['branch']}, micro-batch "
                 f"{step['micro_batch']}: version {step['weight_version_in']} → "
                 f"{step['weight_version_out']}"
+                + ("" if _has_signal(found, step) else "; what it used is no longer kept")
             )
         )
     return lines
+
+
+def _has_signal(found: dict[str, Any], step: dict[str, Any]) -> bool:
+    """Whether the masks, log-probs and advantages that a step had are there."""
+    return {"branch": step["branch"], "step": step["step"]} in found["signals"]
 
 
 def _piece_line(piece: dict[str, Any]) -> Text:
@@ -226,7 +237,7 @@ def _spans(piece: dict[str, Any]) -> Text:
     return made
 
 
-def _token_table(tokens: list[dict[str, Any]]) -> Table:
+def _token_table(tokens: list[dict[str, Any]], *, masks: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("position", "token", "mask", "version", "rollout lp", "trainer lp", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -242,7 +253,7 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
         table.add_row(
             str(token["position"]),
             str(token["token"]),
-            str(token["loss_mask"]),
+            str(token["loss_mask"]) if masks else "",
             "" if version is None else str(version),
             _number(rollout),
             _number(trainer),

@@ -20,7 +20,8 @@ from ledger.errors import InvalidArgument, explain
 from ledger.sandbox import refuse_changes, shortened
 from ledger.scan import Source, TableSource
 from ledger.session import Session, closed_connection, session
-from ledger.views import Views, view_names
+from ledger.sql_errors import translation
+from ledger.views import Views
 
 if TYPE_CHECKING:
     from ledger.token_text import TokenText
@@ -64,7 +65,7 @@ def run_query(
     `allow_external` lets it read files, too; see the module. `token_text` gives tokens their text.
 
     Raises InvalidArgument where the statement is refused, does not compile (the message has
-    DuckDB's own and names the views), or used up its time or memory. Raises what the reader raises
+    DuckDB's own), or used up its time or memory. Raises what the reader raises
     where stored bytes are not what was committed.
     """
     with session(
@@ -105,25 +106,7 @@ def _translated(sql: str, source: Source) -> Iterator[None]:
     except duckdb.Error as error:
         if source.failure is not None:
             raise source.failure from error
-        raise _translation(sql, error) from error
-
-
-def _translation(sql: str, error: duckdb.Error) -> InvalidArgument:
-    if isinstance(error, duckdb.OutOfMemoryException):
-        expected = "a query that fits the memory limit"
-        do = "raise --memory-limit, or ask for fewer rows or columns"
-    else:
-        expected = "SQL over the views " + ", ".join(view_names())
-        do = "`ledger views NAME` describes the columns of a view"
-    return InvalidArgument(
-        explain(
-            "running a query",
-            on=shortened(sql),
-            expected=expected,
-            found=str(error).strip(),
-            do=do,
-        )
-    )
+        raise translation(sql, error) from error
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class Ledger:
                 found=f"runs {[r.run_id for r in runs]}",
                 do="name a run with --run (in ledger-train: --run-id)"
                 if runs
-                else "record one first: ledger-train",
+                else "record one first: ledger-train, or Ledger.create_run in Python",
             )
         )
 

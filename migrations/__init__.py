@@ -1,13 +1,16 @@
 """Versions of the catalog's tables, by Alembic: every one up and down.
 
-`HEAD` is the revision this code works with. Alembic itself is imported only when tables change.
+`HEAD` is the revision this code works with. SQLAlchemy and Alembic are imported where they are
+used: the command line names the revisions without them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import sqlalchemy as sa
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 __all__ = ["HEAD", "REVISIONS", "current", "downgrade", "upgrade"]
 
@@ -19,6 +22,8 @@ HEAD = REVISIONS[-1]
 
 def current(connection: sa.Connection) -> str | None:
     """The revision of the catalog behind `connection`; None where it has no tables of ours."""
+    import sqlalchemy as sa
+
     # On PostgreSQL only the schema in which our tables are made counts, not others on the path.
     schema = connection.dialect.default_schema_name
     if not sa.inspect(connection).has_table("alembic_version", schema=schema):

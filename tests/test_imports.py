@@ -155,9 +155,12 @@ def test_the_core_loads_without_what_trains(statement: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_importing_the_core_loads_no_engine_of_its_own() -> None:
-    loaded = "[m for m in ('duckdb', 'pyarrow', 'sqlalchemy') if m in sys.modules]"
-    code = f"import sys, ledger\nprint({loaded})"
+@pytest.mark.parametrize(
+    "statement", ["import ledger", "import ledger.cli; ledger.cli.build_parser()"]
+)
+def test_the_core_and_its_help_load_no_engine(statement: str) -> None:
+    loaded = "[m for m in ('duckdb', 'numpy', 'pyarrow', 'rich', 'sqlalchemy') if m in sys.modules]"
+    code = f"import sys\n{statement}\nprint({loaded})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -77,11 +77,14 @@ def add(commands: Any, parents: Parents) -> None:
         "follow",
         parents=[parents.where, parents.run, parents.branch],
         help="print events as they come, in order",
-        description="Prints one line for each run of events of one kind, or with --json one line "
-        "of JSON for each event: first those that are there, then those to come, each once.",
+        description="Prints one line for each row of events of one kind, or with --json one line "
+        "of JSON for each event: first those there after --since, then those to come, each once.",
     )
     made.add_argument(
-        "--since", type=whole(0), metavar="SEQ", help="begin after this event (default: now)"
+        "--since",
+        type=whole(0),
+        metavar="SEQ",
+        help="begin after this event (default: the newest; 0: with the first)",
     )
     made.add_argument("--kind", action="append", metavar="KIND", help="only these; may be repeated")
     made.add_argument("--once", action="store_true", help="end with what is there now")
@@ -167,6 +170,8 @@ def _sql(arguments: argparse.Namespace) -> int:
     from ledger.sql import run_query
 
     if arguments.describe is not None:
+        if arguments.query is not None or arguments.file is not None:
+            raise _usage("--describe VIEW", "no query beside it", "a query")
         arguments.view = arguments.describe
         return _views(arguments)
     if arguments.json and arguments.format not in (None, "json"):

@@ -160,7 +160,8 @@ def moment(text: str) -> str:
     try:
         parse_moment(text)
     except InvalidArgument as error:
-        raise argparse.ArgumentTypeError(" ".join(str(error).split())) from error
+        lines = (" ".join(line.split()) for line in str(error).splitlines())
+        raise argparse.ArgumentTypeError("; ".join(lines)) from error
     return text
 
 

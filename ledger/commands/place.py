@@ -71,7 +71,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
 def _init(arguments: argparse.Namespace) -> int:
     from ledger.opening import open_ledger
 
-    uri = arguments.uri or arguments.ledger
+    uri = arguments.ledger if arguments.uri is None else arguments.uri
     with open_ledger(uri, create=True, catalog=arguments.catalog) as ledger:
         if arguments.json:
             print_json({"uri": ledger.uri, "runs": len(ledger.runs())})

@@ -434,6 +434,8 @@ def test_sealed_sizes_are_what_was_promised() -> None:
 
 def test_the_command_says_what_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compact", "--ledger", str(folder), "--kind", "sample_scored"]
+    assert main([*arguments[:-1], "samples_scored"]) == 2
+    assert "did you mean sample_scored?" in capsys.readouterr().err
     assert main([*arguments, "--dry-run"]) == 0
     assert "nothing was changed" in capsys.readouterr().out
     assert main([*arguments, "--json", "--keep-hot", "1d"]) == 0

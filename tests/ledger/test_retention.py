@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,6 +241,34 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert main(["retain", "--ledger", str(folder), "--kind", "x", "--keep-versions", "1"]) == 2
     assert main(["verify", "--ledger", str(folder)]) == 0
+
+
+def test_a_trajectory_is_shown_without_masks_that_are_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factory.write_story(tmp_path / "story").close()
+    shown = ["show", "--ledger", str(tmp_path / "story"), "8"]
+    assert main(shown) == 0
+    before = capsys.readouterr().out
+    assert " 14     1  " in before
+    assert "no longer kept" not in before
+    assert (
+        main(
+            [
+                *("retain", "--ledger", str(tmp_path / "story"), "--kind", "signal_recorded"),
+                *("--before-version", "1"),
+            ]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    assert main(shown) == 0
+    after = capsys.readouterr().out
+    assert "version 0 → 1; what it used is no longer kept" in after
+    assert not re.search(r" 14     [01]  ", after)
+    # Of a sample that no step trained it is known.
+    assert main([*shown[:-1], "17"]) == 0
+    assert " 0  " in capsys.readouterr().out
 
 
 def test_who_follows_a_run_is_told_of_rows_that_are_gone(ledger: Ledger, folder: Path) -> None:

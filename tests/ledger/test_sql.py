@@ -284,7 +284,13 @@ def test_an_error_has_duckdbs_message_and_the_views(everything: MemoryReader) ->
     with pytest.raises(InvalidArgument) as caught:
         run_query(everything, "SELECT rewards FROM samples")
     assert "Binder Error" in str(caught.value)
+    assert '"reward"' in str(caught.value)
+    with pytest.raises(InvalidArgument) as caught:
+        run_query(everything, "SELECT * FROM sample")
+    assert "Catalog Error" in str(caught.value)
     assert "trajectories" in str(caught.value)
+    assert "did you mean samples?" in str(caught.value)
+    assert "pg_" not in str(caught.value)
 
 
 def test_parameters_are_bound_by_place_and_by_name(everything: MemoryReader) -> None:

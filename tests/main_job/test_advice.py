@@ -5,20 +5,25 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ledger.cli import build_parser as ledger_parser
+from replay.cli import build_parser as replay_parser
+from tests.ledger.test_documents import flags_of
 from trainer.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)+")
 
 ELSEWHERE = {
-    *("--api-key", "--untracked-files", "--no-deps", "--model-path"),  # not commands of ours
-    *("--as-of", "--memory-limit", "--no-checkpoints", "--task-options"),  # ledger, rollout.models
-    *("--to-version", "--from-version"),  # ledger-replay
+    *("--api-key", "--untracked-files", "--no-deps", "--model-path"),
+    "--lifecycle-configuration",  # not commands of ours
+    *("--task-options",),  # rollout.models
 }
 
 
 def test_every_flag_named_in_code_and_documents_exists() -> None:
     known = {o.flag for o in OPTIONS} | {f"--no-{o.flag[2:]}" for o in OPTIONS if o.type is bool}
+    for parser in (ledger_parser(), replay_parser()):
+        known |= set().union(*flags_of(parser).values())
     files = [
         p
         for folder in ("ledger", "rollout", "trainer", "replay")
