@@ -87,6 +87,8 @@ class Appending:
     """Whether the catalog was asked: after an error it may have been committed all the same."""
     receipt: Receipt | None = None
     error: BaseException | None = None
+    turn: int | None = None
+    """Number of the leader that took it; None while it waits."""
     done: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     """Held until there is an outcome, or until its thread shall lead."""
 
@@ -94,6 +96,11 @@ class Appending:
         """Who wrote its segment number `part`."""
         w = self.writer
         return Identity(w.run_id, w.branch, w.producer, w.epoch, self.number, part)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is an outcome."""
+        return self.receipt is not None or self.error is not None
 
     @property
     def kinds(self) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -53,8 +54,8 @@ class Writer:
         self._ledger = ledger
         self._next = 0
         self._closed = False
-        self._unsure: dict[bytes, int] = {}
-        """Numbers of appends of which it is not known whether they were committed, by content."""
+        self._unsure: list[Appending] = []
+        """Appends of which it is not known whether they were committed."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> Writer:
@@ -146,16 +147,39 @@ class Writer:
             receipt = store(one)
         except BaseException:
             with self._lock:
-                if one.uncertain:
-                    if one.pending is not None:
-                        self._unsure[one.pending.content_hash] = number
+                if one.uncertain or one.receipt is not None:
+                    self._unsure.append(one)
                 elif raised and number == self._next - 1:
                     self._next = number
             raise
         if self._unsure and one.pending is not None:
-            with self._lock:
-                self._unsure.pop(one.pending.content_hash, None)
+            self._forget_unsure(one.pending.content_hash)
         return receipt
+
+    def _number_in_doubt(self, content: bytes) -> int | None:
+        """The number of an append with this content of which it is not known whether it is stored.
+
+        Those that were never stored are forgotten.
+        """
+        found = None
+        for one in list(self._unsure):
+            self._queue.settle(one)
+            stored = one.pending is not None and (one.uncertain or one.receipt is not None)
+            if not stored:
+                with self._lock, contextlib.suppress(ValueError):
+                    self._unsure.remove(one)
+            elif one.pending is not None and one.pending.content_hash == content:
+                found = one.number
+        return found
+
+    def _forget_unsure(self, content: bytes) -> None:
+        """An append with this content is stored, and its receipt known."""
+        with self._lock:
+            self._unsure = [
+                one
+                for one in self._unsure
+                if one.pending is None or one.pending.content_hash != content
+            ]
 
     def _append_alone(
         self, tables: Mapping[str, pa.Table], producer_seq: int | None, later: Sequence[Fill]
@@ -166,7 +190,7 @@ class Writer:
                 fill.run()
             later = ()
             digests = {kind: column_digests(table) for kind, table in tables.items()}
-            producer_seq = self._unsure.get(content_hash(tables, digests))
+            producer_seq = self._number_in_doubt(content_hash(tables, digests))
         repeated = producer_seq is not None
         return self._in_turn(
             producer_seq, lambda one: self._store_alone(one, later, repeated), tables=tables

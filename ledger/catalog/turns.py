@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import threading
 from collections.abc import Iterator
@@ -26,68 +27,45 @@ class Turns:
         """`path` is the file to lock: it is made, stays empty, and may be removed at any time."""
         self._path = path
         self._patience_s = patience_s
-        self._own = threading.Lock()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Wait for this thread's turn; it ends with the block."""
-        own = self._own.acquire(timeout=self._patience_s)
-        try:
-            descriptor = None
-            # Where no file can be made, SQLite will say so better.
-            with contextlib.suppress(OSError):
-                # Opened anew each time: a child that another thread forks meanwhile would hold the
-                # lock of a file that is kept open for as long as it lives.
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            if descriptor is None:
-                yield
-            else:
-                with _locked(descriptor, self._patience_s):
-                    yield
-        finally:
-            if own:
-                self._own.release()
-
-
-@contextlib.contextmanager
-def _locked(descriptor: int, patience_s: float) -> Iterator[None]:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        waiting = _Waiting(descriptor)
-        if not waiting.got(patience_s):
+        file = None
+        # Where no file can be made, SQLite will say so better.
+        with contextlib.suppress(OSError):
+            # Opened anew each time: a child that another thread forks meanwhile would hold the
+            # lock of a file that is kept open for as long as it lives. An object, not a number: it
+            # is closed, and the turn over, also where this thread is interrupted right here.
+            file = io.FileIO(self._path, "a")
+        if file is None:
             yield
             return
+        with file:
+            _lock(file, self._patience_s)
+            yield
+
+
+def _lock(file: io.FileIO, patience_s: float) -> None:
+    """Lock the file, or leave it after a while."""
     try:
-        yield
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # The kernel knows no limit of time: a thread of its own waits, with a number of its own
+        # for the same lock, which it closes. What it holds is held until `file` is closed too.
+        done = threading.Event()
+        waiting = threading.Thread(
+            target=_wait, args=(os.dup(file.fileno()), done), name="ledger-turn", daemon=True
+        )
+        waiting.start()
+        done.wait(patience_s)
+
+
+def _wait(descriptor: int, done: threading.Event) -> None:
+    # An error is no reason to wait any longer: SQLite's own lock follows.
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
-
-
-class _Waiting:
-    """Waits for a lock in a thread of its own, as the kernel knows no limit of time for that."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._given_up = False
-        threading.Thread(target=self._wait, name="ledger-turn", daemon=True).start()
-
-    def got(self, patience_s: float) -> bool:
-        """Whether the lock came in time. If not, the descriptor is closed once it comes."""
-        if self._done.wait(patience_s):
-            return True
-        with self._lock:
-            self._given_up = not self._done.is_set()
-            return not self._given_up
-
-    def _wait(self) -> None:
-        # An error is no reason to wait any longer: SQLite's own lock follows.
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        with self._lock:
-            if self._given_up:
-                os.close(self._descriptor)
-            else:
-                self._done.set()
+        done.set()

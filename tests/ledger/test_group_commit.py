@@ -277,12 +277,12 @@ def test_a_thread_that_is_interrupted_while_it_waits_holds_up_nobody(
         def __init__(self, inner: Any) -> None:
             self.inner, self.acquired = inner, 0
 
-        def acquire(self) -> bool:
+        def acquire(self, timeout: float = -1) -> bool:
             self.acquired += 1
             if self.acquired == 2:
                 gone.wait(60)
                 raise KeyboardInterrupt
-            return bool(self.inner.acquire())
+            return bool(self.inner.acquire(timeout=timeout))
 
         def release(self) -> None:
             self.inner.release()
