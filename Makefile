@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 OUT ?= demo-out
 MOE ?= 0
+WORKERS ?= 2
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
@@ -35,8 +36,8 @@ demo: $(STAMP) ## a real language model learns from the ledger, is replayed and 
 demo-tiny: $(STAMP) ## the same five things in a minute with a tiny model; MOE=1 for mixture of experts
 	$(BIN)/python -m replay.demo --model $(if $(filter 1,$(MOE)),tiny-moe,tiny) --output $(OUT)
 
-test: $(STAMP) ## run the tests (no GPU, no network)
-	$(BIN)/python -m pytest -q -m "not gpu and not slow" $(PYTEST_ARGS)
+test: $(STAMP) ## run the tests (no GPU, no network), in two processes; WORKERS=0: in one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-demo: $(STAMP) ## the slow tests: the real language model, end to end
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)

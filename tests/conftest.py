@@ -11,6 +11,14 @@ from typing import Any
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares expensive fixtures goes to one of the processes that `make test` runs."""
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent)
+        shared = "main_job" if path.parts[0] == "main_job" else path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(shared))
+
+
 @pytest.fixture(scope="session")
 def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rollout.models.tiny import make_tiny_model
