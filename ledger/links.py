@@ -34,6 +34,7 @@ from ledger.storage import ObjectStore
 
 __all__ = [
     "LinkedCommit",
+    "epoch_object",
     "last_told",
     "links_folder",
     "parse_links",
@@ -178,11 +179,16 @@ def put_run(store: ObjectStore, ledger_id: str, run_id: str, created_at: int) ->
     return int(there["created_at"])
 
 
-def put_epoch(store: ObjectStore, ledger_id: str, run_id: str, producer: str, epoch: int) -> None:
-    """Note durably that an epoch of a producer was given out; doing so again is success."""
+def epoch_object(run_id: str, producer: str, epoch: int) -> str:
+    """Path of the object that says that an epoch of a producer was given out."""
     name = quote(producer, safe="").replace(".", "%2E") or "%"
     if len(name) > _LONGEST_NAME:
         name = f"~{blake3(producer.encode()).hexdigest()}"
+    return f"{producers_folder(run_id)}/{name}/{epoch}.json"
+
+
+def put_epoch(store: ObjectStore, ledger_id: str, run_id: str, producer: str, epoch: int) -> None:
+    """Note durably that an epoch of a producer was given out; doing so again is success."""
     body = {
         "format": FORMAT,
         "ledger_id": ledger_id,
@@ -190,7 +196,7 @@ def put_epoch(store: ObjectStore, ledger_id: str, run_id: str, producer: str, ep
         "producer": producer,
         "epoch": epoch,
     }
-    store.put([(f"{producers_folder(run_id)}/{name}/{epoch}.json", sealed_json(body))])
+    store.put([(epoch_object(run_id, producer, epoch), sealed_json(body))])
 
 
 def read_linked_commits(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import sqlalchemy as sa
+
+from ledger.catalog import tables as t
 from ledger.catalog.integrity import catalog_differences
 from ledger.catalog.queries import list_runs as runs_of
 from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.events import CheckpointSaved
 from ledger.finding import Finding, as_text
+from ledger.links import last_told, run_object
+from ledger.mark import MARK, read_mark
 from ledger.placement import StoredRun, list_runs
 from ledger.verify_checkpoints import compare_checkpoint
 from ledger.verify_files import Outcome, by_file, check_file, in_parallel
@@ -124,6 +129,9 @@ def verify_ledger(
     stored = {run.run_id: run for run in list_runs(ledger.store)}
     with ledger.catalog.read() as connection:
         heads = {run.run_id: run.head_seq for run in runs_of(connection)}
+        epochs: dict[str, dict[str, int]] = {run_id: {} for run_id in heads}
+        for row in connection.execute(sa.select(t.producers)):
+            epochs.setdefault(row.run_id, {})[row.producer] = row.epoch
     total = sum(len(state.segments) + (state.saved if checkpoints else 0) for state in states)
     count = _Progress(progress, total)
     findings: list[Finding] = []
@@ -136,7 +144,13 @@ def verify_ledger(
         check.run()
         there = stored.get(name, StoredRun(name, (), (), frozenset(), frozenset(), ()))
         notes += check_links(
-            ledger.store, ledger.ledger_id, state, there, heads.get(name, 0), check.find
+            ledger.store,
+            ledger.ledger_id,
+            state,
+            there,
+            heads.get(name, 0),
+            epochs.get(name, {}),
+            check.find,
         )
         notes += check_unnamed(ledger.store, state, there, check.find)
         gone = sum(s.rows for s in state.segments if s.file is None)
@@ -147,6 +161,9 @@ def verify_ledger(
         if checkpoints:
             _check_checkpoints(ledger, state, outcomes, threads, count, check.find)
         findings += check.findings
+    if run_id is None:
+        _check_unknown_runs(ledger, stored.values(), heads, findings, notes)
+    _check_mark(ledger, stored.values(), findings)
     sizes = {s.file.path: s.file.size_bytes for state in states for s in state.segments if s.file}
     return VerifyReport(
         runs=len(runs),
@@ -159,6 +176,33 @@ def verify_ledger(
         notes=tuple(notes),
         head=said,
     )
+
+
+def _check_unknown_runs(
+    ledger: Ledger,
+    stored: Iterable[StoredRun],
+    known: Collection[str],
+    findings: list[Finding],
+    notes: list[str],
+) -> None:
+    """Runs that are in the store, but not in the catalog, which was read after the store."""
+    for run in stored:
+        if run.run_id in known:
+            continue
+        if run.links:
+            where, expected = f"runs/{run.run_id}", "a run that the catalog has, or no links"
+            found = f"links up to seq {max(map(last_told, run.links))}"
+            findings.append(Finding(run.run_id, where, "the run", expected, found))
+        else:
+            notes.append(f"run {run.run_id!r}: objects in the store, but it was never begun")
+
+
+def _check_mark(ledger: Ledger, stored: Iterable[StoredRun], findings: list[Finding]) -> None:
+    """Whatever notes runs beside the data has marked the ledger before."""
+    noted = any(run_object(run.run_id) in run.others for run in stored)
+    if noted and read_mark(ledger.store) is None:
+        expected = f"the mark of ledger {ledger.ledger_id}"
+        findings.append(Finding(None, MARK, "the object", expected, "none"))
 
 
 class _Progress:

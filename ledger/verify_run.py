@@ -33,6 +33,8 @@ class RunState:
     rows: dict[str, list[dict[str, Any]]]
     exported: int
     """Links beside the data are written up to this event, says the catalog."""
+    half_ranges: list[tuple[str, str, int]]
+    """Segment, column and value of ranges that have one end only."""
 
     @property
     def saved(self) -> int:
@@ -61,6 +63,7 @@ class RunState:
             commits=list(commits),
             rows={table.name: of_run(table) for table in _DERIVED},
             exported=exported[0]["last_seq"] if exported else 0,
+            half_ranges=_half_ranges(connection, run_id),
         )
 
     def writers(self) -> dict[int, Identity]:
@@ -77,6 +80,19 @@ class RunState:
                     c.run_id, c.branch, c.producer, c.epoch, c.producer_seq, part
                 )
         return found
+
+
+def _half_ranges(connection: sa.Connection, run_id: str) -> list[tuple[str, str, int]]:
+    found = []
+    for name in t.RANGES:
+        low, high = t.segments.c[f"min_{name}"], t.segments.c[f"max_{name}"]
+        query = sa.select(t.segments.c.kind, t.segments.c.first_seq, low, high).where(
+            t.segments.c.run_id == run_id, low.is_(None) != high.is_(None)
+        )
+        for kind, seq, least, most in connection.execute(query):
+            column = f"min_{name}" if most is None else f"max_{name}"
+            found.append((f"{kind} at seq {seq}", column, least if most is None else most))
+    return found
 
 
 class RunCheck:
@@ -135,6 +151,8 @@ class RunCheck:
             # From here on the stored link counts, so that one wrong row is one finding.
             chain = s.chain
             self._location(s, where)
+        for where, column, value in self._state.half_ranges:
+            self.find(where, f"its {column}", "two ends, or none", value)
         run = self._state.run
         self.same("catalog, runs", "the last seq", seq - 1, run.head_seq)
         self.same("catalog, runs", "the head of the chain", chain, run.head_chain)

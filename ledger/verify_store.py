@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pyarrow as pa
 
@@ -10,12 +10,14 @@ from ledger.errors import LedgerError, NotFound
 from ledger.hashing import file_hash
 from ledger.links import (
     LinkedCommit,
+    epoch_object,
     last_told,
     parse_links,
     read_sealed_json,
     run_object,
     same_commit,
 )
+from ledger.mark import read_mark
 from ledger.placement import StoredRun
 from ledger.segment import read_identities
 from ledger.storage import ObjectStore
@@ -35,18 +37,20 @@ def check_links(
     state: RunState,
     stored: StoredRun,
     head_now: int,
+    epochs_now: Mapping[str, int],
     find: Find,
 ) -> list[str]:
     """Compare the links, and what is noted of run and producers, with the catalog.
 
-    `head_now` is the run's head, read after the objects were listed: links beyond it are of no
-    commit that the catalog has. Calls `find` for what contradicts the catalog; returns notes about
-    what is only not written yet.
+    `head_now` is the run's head, and `epochs_now` the producers' epochs, read after the objects
+    were listed: links beyond it are of no commit that the catalog has. Calls `find` for what
+    contradicts the catalog; returns notes about what is only not written yet.
     """
     notes: list[str] = []
     run_id = state.run.run_id
     _check_run(store, ledger_id, state, find, notes)
-    _check_epochs(store, state, stored, find)
+    _check_epochs(store, state, stored, epochs_now, find)
+    _check_exported(state, find)
     parts: dict[int, list[object]] = {}
     for s in state.segments:
         parts.setdefault(s.commit_seq, []).append(s)
@@ -139,7 +143,10 @@ def _check_run(
     try:
         body = read_sealed_json(path, store.read(path))
     except NotFound:
-        notes.append(f"{path}: not written, as an older version made the run")
+        if read_mark(store) is None:
+            notes.append(f"{path}: not written, as an older version made the run")
+        else:
+            find(path, "the object", "when the run was made, and by which ledger", "none")
         return
     except LedgerError as error:
         what, _, rest = str(error).partition("\n")
@@ -150,7 +157,20 @@ def _check_run(
             find(path, f"its {name}", f"{expected}, as in the catalog", body.get(name))
 
 
-def _check_epochs(store: ObjectStore, state: RunState, stored: StoredRun, find: Find) -> None:
+def _check_exported(state: RunState, find: Find) -> None:
+    """Links are written commit by commit."""
+    ends = {0} | {c.last_seq for c in state.commits}
+    if state.exported not in ends:
+        find("catalog, exports", "its last seq", "the last seq of a commit", state.exported)
+
+
+def _check_epochs(
+    store: ObjectStore,
+    state: RunState,
+    stored: StoredRun,
+    epochs_now: Mapping[str, int],
+    find: Find,
+) -> None:
     """An epoch is noted beside the data before the catalog gives it out, so it is never behind."""
     noted: dict[str, int] = {}
     for path in stored.producers:
@@ -162,13 +182,25 @@ def _check_epochs(store: ObjectStore, state: RunState, stored: StoredRun, find: 
             what, _, rest = str(error).partition("\n")
             find(path, what.split(":")[0], "what was written", rest.strip())
             continue
-        noted[body["producer"]] = max(body["epoch"], noted.get(body["producer"], 0))
-    for row in state.rows["producers"]:
-        high = noted.get(row["producer"])
+        producer, epoch = body["producer"], body["epoch"]
+        meant = epoch_object(state.run.run_id, producer, epoch)
+        if (body["run_id"], path) != (state.run.run_id, meant):
+            of = f"run {body['run_id']!r}, producer {producer!r}, epoch {epoch}"
+            find(path, "what it is about", "as its name says", of)
+            continue
+        noted[producer] = max(epoch, noted.get(producer, 0))
+    marked = read_mark(store) is not None  # an older version noted nothing
+    before = {row["producer"]: row["epoch"] for row in state.rows["producers"]}
+    for producer in sorted(noted.keys() | before.keys()):
+        high, given = noted.get(producer, 0), before.get(producer, 0)
+        where = f"catalog, producers {producer!r}"
+        if producer not in noted:
+            if marked:
+                find(where, "its epoch", "an epoch that is noted beside the data", given)
         # One more may be noted than given out: whoever asked for it died.
-        if high is not None and row["epoch"] not in (high, high - 1):
-            where = f"catalog, producers {row['producer']!r}"
-            find(where, "its epoch", f"{high}, as noted beside the data", row["epoch"])
+        elif given > high or epochs_now.get(producer, 0) < high - 1:
+            found = "no row" if producer not in before else given
+            find(where, "its epoch", f"{high}, as noted beside the data", found)
 
 
 def check_unnamed(store: ObjectStore, state: RunState, stored: StoredRun, find: Find) -> list[str]:

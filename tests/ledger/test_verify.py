@@ -178,6 +178,8 @@ TAMPERING = [
     "UPDATE segments SET commit_seq = 77777 WHERE first_seq = 1",
     "UPDATE segments SET max_index = 3 WHERE kind = 'sample_scored'",
     "UPDATE segments SET min_step = NULL WHERE kind = 'step_committed'",
+    "UPDATE segments SET min_step = 3 WHERE kind = 'sample_scored'",
+    "UPDATE segments SET max_index = 3 WHERE kind = 'weights_published'",
     "UPDATE segments SET first_seq = 9999 WHERE first_seq = 1",
     "DELETE FROM segments WHERE first_seq = (SELECT max(first_seq) FROM segments)",
     "DELETE FROM segments WHERE first_seq = 1",
@@ -209,6 +211,9 @@ TAMPERING = [
     "DELETE FROM consumption WHERE sample_index = 3",
     "INSERT INTO consumption VALUES ('run', 'main', 7, 0, 5)",
     "UPDATE producers SET epoch = 0",
+    "INSERT INTO producers VALUES ('run', 'nobody', 1)",
+    "UPDATE exports SET last_seq = last_seq + 1",
+    "UPDATE exports SET last_seq = 2",
     "UPDATE locations SET path = '../' || path WHERE first_seq = 1",
     "UPDATE locations SET path = (SELECT path FROM locations WHERE first_seq = 1)"
     " WHERE first_seq = 2",
@@ -508,7 +513,10 @@ def test_links_that_disagree_with_the_catalog_are_found(folder: Path) -> None:
     assert findings(folder) == ()
     with open_ledger(folder) as ledger:
         with ledger.catalog.write() as connection:
-            connection.exec_driver_sql("UPDATE exports SET last_seq = 50")
+            connection.exec_driver_sql(
+                "UPDATE exports SET last_seq ="
+                " (SELECT max(last_seq) FROM commits WHERE last_seq <= 50)"
+            )
             connection.exec_driver_sql("UPDATE producers SET epoch = epoch + 7")
         for path in (folder / "runs" / factory.RUN / "links").iterdir():
             path.unlink()
@@ -534,3 +542,37 @@ def test_a_head_that_was_kept_elsewhere(folder: Path, capsys: pytest.CaptureFixt
         assert "the head that was given" in capsys.readouterr().out
     for nonsense in ("5", "x:00", f"-1:{chain}", f"{seq}:{chain[:-2]}"):
         assert main(["verify", *where, "--head", nonsense]) == 2
+
+
+def test_what_lies_beside_the_data_is_missed_and_mistaken(folder: Path) -> None:
+    with open_ledger(folder) as ledger:
+        for _ in range(3):
+            ledger.writer(factory.RUN, producer="idle")
+        ledger.create_run("other")
+        ledger.writer("other", producer="p").append([factory.score(0, 1.0)])
+    beside = folder / "runs" / factory.RUN
+    epochs = beside / "producers" / "idle"
+    assert findings(folder) == ()
+    for gone in (folder / "ledger.json", beside / "run.json", epochs / "3.json"):
+        kept = gone.read_bytes()
+        gone.unlink()
+        assert len(findings(folder)) == 1, gone
+        gone.write_bytes(kept)
+    added = epochs / "7.json"
+    added.write_bytes((epochs / "3.json").read_bytes())
+    (found,) = findings(folder)
+    assert (found.what, found.where) == ("what it is about", added.relative_to(folder).as_posix())
+    added.unlink()
+    connection = sqlite3.connect(folder / "catalog.sqlite")
+    with connection:
+        connection.execute("DELETE FROM producers WHERE producer = 'idle'")
+    (found,) = findings(folder)
+    assert (found.expected, found.found) == ("3, as noted beside the data", "no row")
+    with connection:
+        connection.execute("INSERT INTO producers VALUES ('run', 'idle', 3)")
+        for table in ("exports", "locations", "segments", "commits", "producers", "branches"):
+            connection.execute(f"DELETE FROM {table} WHERE run_id = 'other'")
+        connection.execute("DELETE FROM runs WHERE run_id = 'other'")
+    connection.close()
+    (found,) = findings(folder)
+    assert (found.run_id, found.found) == ("other", "links up to seq 1")
