@@ -285,7 +285,13 @@ def create(place: Place) -> Place:
         if isinstance(error, LedgerError):
             raise
         raise StorageFailed(
-            explain("a ledger was not made", on=on, found=f"{type(error).__name__}: {error}")
+            explain(
+                "a ledger was not made",
+                on=on,
+                expected="a folder that is there or can be made, and can be written",
+                found=f"{type(error).__name__}: {error}",
+                do="name another place, or make this one writable",
+            )
         ) from error
 
 

@@ -68,6 +68,18 @@ class QueuedWriter:
                     found=f"{limits.policy!r}, spill {spill!r}",
                 )
             )
+        if spill is not None and not limits.spills:
+            # Whoever names a folder believes that what the store refuses is safe there.
+            raise InvalidArgument(
+                explain(
+                    "a queue was not made",
+                    on="spill",
+                    expected="policy 'spill' with it",
+                    found=f"policy {limits.policy!r}",
+                    do="say policy='spill', or leave the folder out",
+                )
+            )
+        limits.require_usable()
         self.run_id, self.branch, self.producer = run_id, branch, producer
         self._ledger = ledger
         self._limits = limits

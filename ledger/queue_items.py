@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from ledger.catalog.records import Receipt
-from ledger.errors import LedgerError
+from ledger.errors import InvalidArgument, LedgerError, explain
 from ledger.gaps import Lost
 from ledger.spill import SpillFile
 
@@ -79,6 +79,25 @@ class QueueLimits:
     @property
     def spills(self) -> bool:
         return self.policy == "spill"
+
+    def require_usable(self) -> None:
+        """Raise InvalidArgument where a limit is no number, or one that nothing fits."""
+        for name, low in (
+            *(("max_bytes", 1), ("max_events", 1), ("max_spill_bytes", 0)),
+            *(("patience_s", 0), ("block_timeout_s", 0)),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "max_spill_bytes":
+                continue
+            if not isinstance(value, int | float) or not value >= low:  # NaN too
+                raise InvalidArgument(
+                    explain(
+                        "a queue was not made",
+                        on=name,
+                        expected=f"a number, at least {low}",
+                        found=repr(value),
+                    )
+                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

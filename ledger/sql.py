@@ -117,6 +117,10 @@ def _interrupted(
     if timeout_s is None:
         yield
         return
+    if not timeout_s > 0:  # NaN too
+        raise InvalidArgument(
+            explain("running a query", on="timeout_s", expected="above 0", found=timeout_s)
+        )
     done = threading.Event()
 
     def watch() -> None:

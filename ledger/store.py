@@ -339,6 +339,10 @@ class Ledger:
 
     def _writer(self, run_id: str, branch: str, producer: str, epoch: int | None) -> Writer:
         self.require_writable()
+        if not producer:
+            raise InvalidArgument(
+                explain("a writer was not made", on="producer", expected="a name", found="''")
+            )
         require_not_behind(self.catalog, self.store, run_id)
         if epoch is None:
             epoch = self.catalog.transact(lambda c: self._begin_epoch(c, run_id, producer))

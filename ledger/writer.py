@@ -140,6 +140,15 @@ class Writer:
         """
         with self._lock:
             number = self._next if producer_seq is None else producer_seq
+            if number < 0:
+                raise InvalidArgument(
+                    explain(
+                        "an append was refused",
+                        on="producer_seq",
+                        expected="0 or more",
+                        found=number,
+                    )
+                )
             raised = number >= self._next
             self._next = max(self._next, number + 1)
         one = Appending(self, number, **rows)

@@ -98,7 +98,12 @@ def _as_it_lies(path: Path) -> Iterator[Path]:
                 same = before == _stamps(path, log)
             except OSError as error:
                 raise StorageFailed(
-                    explain("the catalog was not read", on=str(path), found=str(error))
+                    explain(
+                        "the catalog was not read",
+                        on=str(path),
+                        found=str(error),
+                        do="see that this user may read it, and that its disk has no faults",
+                    )
                 ) from error
             if same:
                 yield copied

@@ -20,6 +20,9 @@ from ledger.storage.protocol import Staged, Stamp
 
 __all__ = ["LocalStore"]
 
+_MAKE_ROOM = "free space or make the place writable, then repeat: nothing was acknowledged"
+_MAY_READ = "see that it is a folder that this user may read, with all in it, and has no faults"
+
 _MAP_FROM_BYTES = 1 << 16
 """Smaller objects are read: a mapping costs a page at least, and the kernel limits their number."""
 _WRITERS = 8
@@ -96,13 +99,13 @@ class LocalStore:
 
     def stamp(self, path: str) -> Stamp:
         """See ObjectStore."""
-        with _translated("an object was not found", path):
+        with _translated("an object was not found", path, do=_MAY_READ):
             found = os.stat(self._name(path))
             return Stamp(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def read(self, path: str) -> pa.Buffer:
         """See ObjectStore. Large files are mapped; the map lives as long as the buffer."""
-        with _translated("an object was not read", path):
+        with _translated("an object was not read", path, do=_MAY_READ):
             name = self._name(path)
             with open(name, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -114,7 +117,7 @@ class LocalStore:
     def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
         """See ObjectStore. Files that a crash left half-written are not listed."""
         require_folder(prefix)
-        with _translated("objects were not listed", prefix or self.root):
+        with _translated("objects were not listed", prefix or self.root, do=_MAY_READ):
             for folder, name in _walk(self.root / prefix):
                 if not name.startswith(TEMPORARY):
                     path = (Path(folder) / name).relative_to(self.root).as_posix()
@@ -319,7 +322,7 @@ def _sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _translated(
-    tried: str, on: Path | str, *, missing: type[LedgerError] = NotFound
+    tried: str, on: Path | str, *, missing: type[LedgerError] = NotFound, do: str = _MAKE_ROOM
 ) -> Iterator[None]:
     try:
         yield
@@ -333,6 +336,6 @@ def _translated(
                 tried,
                 on=str(on),
                 found=f"{type(error).__name__}: {error}",
-                do="free space or make the place writable, then repeat: nothing was acknowledged",
+                do=do,
             )
         ) from error

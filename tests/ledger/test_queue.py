@@ -403,3 +403,34 @@ def test_a_folder_that_is_moved_away_takes_nothing_until_it_is_back(
         queue.close()
     assert scores(ledger) == [0, 1, 2, 3]
     assert verify_ledger(ledger).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"policy": "drop"}, "'stop', or 'spill'"),
+        ({"policy": "spill"}, "with a folder"),
+        ({"spill": "folder"}, "say policy='spill'"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"max_events": "many"}, "max_events"),
+        ({"patience_s": float("nan")}, "patience_s"),
+        ({"block_timeout_s": -1}, "block_timeout_s"),
+        ({"policy": "spill", "spill": "folder", "max_spill_bytes": -1}, "max_spill_bytes"),
+    ],
+)
+def test_options_that_cannot_be_meant_make_no_queue_and_no_epoch(
+    ledger: Ledger, options: dict[str, Any], named: str
+) -> None:
+    earlier = ledger.writer("r", producer="p")
+    with pytest.raises(InvalidArgument, match=named):
+        ledger.queued_writer("r", producer="p", **options)
+    earlier.append([factory.score(0, 1.0)])  # not fenced off
+
+
+def test_a_writer_has_a_name_and_its_appends_are_counted_from_0(ledger: Ledger) -> None:
+    with pytest.raises(InvalidArgument, match="a name"):
+        ledger.writer("r", producer="")
+    writer = ledger.writer("r", producer="p")
+    with pytest.raises(InvalidArgument, match="0 or more"):
+        writer.append([factory.score(0, 1.0)], producer_seq=-1)
+    assert writer.append([factory.score(0, 1.0)]).first_seq == 1

@@ -310,6 +310,12 @@ def test_a_query_ends_when_its_time_is_over(everything: MemoryReader) -> None:
         run_query(everything, endless, timeout_s=0.05)
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+def test_a_query_needs_time(everything: MemoryReader, timeout_s: float) -> None:
+    with pytest.raises(InvalidArgument, match="above 0"):
+        run_query(everything, "SELECT 1", timeout_s=timeout_s)
+
+
 def test_a_query_ends_when_its_memory_is_used_up(everything: MemoryReader) -> None:
     with pytest.raises(InvalidArgument, match="--memory-limit"):
         run_query(everything, "SELECT list(range) FROM range(100000000)", memory_limit="40MB")

@@ -240,3 +240,14 @@ def test_a_small_object_that_does_not_fit_leaves_nothing(
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["x"]
     store.put_hashed([("d/y", b"12345")])
     assert store.read("d/y").to_pybytes() == b"12345"
+
+
+def test_what_cannot_be_read_is_not_answered_with_advice_to_writers(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"no folder")
+    store = LocalStore(tmp_path)
+    for use in (store.read, store.stamp):
+        with pytest.raises(StorageFailed, match="may read") as caught:
+            use("file/object")
+        assert "acknowledged" not in str(caught.value)
+    with pytest.raises(StorageFailed, match="free space"):
+        store.put([("file/object", b"x")])
