@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,8 @@ def plan_collection(
     `checkpoints=True` takes in checkpoint folders below the ledger's that no event names.
 
     Raises:
-        Conflict: the catalog is behind the links in the store, so that what it does not name may
-            be committed.
+        Conflict: the catalog is behind the links in the store, or names files that are gone while
+            there are sealed ones that it does not know: what it does not name may be committed.
     """
     # The files are listed before the catalog is read: what is committed in between is named.
     stored = list_runs(ledger.store)
@@ -112,6 +112,7 @@ def plan_collection(
         listed = {row.path: row for row in connection.execute(sa.select(t.unreferenced))}
     for run in stored:
         _require_complete(run, heads.get(run.run_id))
+        _require_placed(ledger, run, named, listed.keys())
     garbage: list[Garbage] = []
     waiting = 0
     # A run that the catalog does not have is a copy in the making, or one that was never begun.
@@ -208,6 +209,31 @@ def _require_complete(run: StoredRun, head_seq: int | None) -> None:
                 do="the catalog was put back from an old copy: ledger rebuild-catalog --force",
             )
         )
+
+
+def _require_placed(
+    ledger: Ledger, run: StoredRun, named: Collection[str], listed: Collection[str]
+) -> None:
+    """A catalog from before a compaction names what is gone, and not where the rows lie now."""
+    unknown = sorted(run.sealed.difference(named, listed))
+    if not unknown:
+        return
+    folder = f"runs/{run.run_id}/"
+    for path in sorted(path for path in named if path.startswith(folder) and not run.has(path)):
+        try:
+            ledger.store.stamp(path)  # it may have come after the listing
+        except NotFound:
+            raise Conflict(
+                explain(
+                    "nothing was collected: segments are missing, and may lie in a sealed file "
+                    "that the catalog does not name",
+                    on=f"run {run.run_id!r}, {unknown[0]}",
+                    expected=path,
+                    found="no such file",
+                    do="if the catalog was put back from an old copy: ledger rebuild-catalog "
+                    "--force; else bring the file back; see ledger verify",
+                )
+            ) from None
 
 
 def _checkpoint_garbage(

@@ -181,6 +181,23 @@ def test_a_catalog_from_an_old_copy_takes_nothing_for_garbage(folder: Path) -> N
         assert plan_collection(ledger).garbage == ()
 
 
+def test_a_catalog_from_before_a_compaction_takes_nothing_for_garbage(folder: Path) -> None:
+    old = (folder / "catalog.sqlite").read_bytes()
+    with open_ledger(folder) as ledger:
+        compact(ledger, plan_compaction(ledger))
+        assert collect(ledger, plan_collection(ledger, grace_s=0), grace_s=0).garbage
+        digest = ledger.content_digest(factory.RUN)
+    (folder / "catalog.sqlite").write_bytes(old)
+    with open_ledger(folder) as ledger:
+        with pytest.raises(Conflict, match="rebuild-catalog --force"):
+            plan_collection(ledger, grace_s=0)
+        assert not verify_ledger(ledger).ok
+    assert main(["rebuild-catalog", "--ledger", str(folder), "--force"]) == 0
+    with open_ledger(folder) as ledger:
+        assert ledger.content_digest(factory.RUN) == digest
+        assert plan_collection(ledger, grace_s=0).garbage == ()
+
+
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--ledger", str(folder)]
     assert main(["compact", *where, "--kind", "sample_scored"]) == 0
