@@ -37,6 +37,7 @@ from ledger.events import BranchForked
 from ledger.exporter import LinkExporter
 from ledger.hashing import GENESIS, multiset_digest, row_content_hashes
 from ledger.kept import KEEP_BYTES, Kept
+from ledger.keys import require_number, require_producer
 from ledger.links import put_epoch, put_run
 from ledger.lookup import LedgerLookup
 from ledger.moment import Moment, sequence_at
@@ -339,10 +340,9 @@ class Ledger:
 
     def _writer(self, run_id: str, branch: str, producer: str, epoch: int | None) -> Writer:
         self.require_writable()
-        if not producer:
-            raise InvalidArgument(
-                explain("a writer was not made", on="producer", expected="a name", found="''")
-            )
+        require_producer(producer)
+        if epoch is not None:
+            epoch = require_number("epoch", epoch)
         require_not_behind(self.catalog, self.store, run_id)
         if epoch is None:
             epoch = self.catalog.transact(lambda c: self._begin_epoch(c, run_id, producer))

@@ -30,6 +30,7 @@ from ledger.errors import InvalidArgument, explain
 from ledger.fields import Event
 from ledger.hashing import column_digests, digest_of_columns
 from ledger.invariants import check_tables
+from ledger.keys import require_number
 from ledger.schema import table_layout
 from ledger.segment import PiecesToFill, SegmentFile, hot_folder, segment_file, serialise
 
@@ -90,6 +91,8 @@ class Writer:
             StorageFailed: the store or the catalog did not take it.
         """
         self._require_open()
+        if producer_seq is not None:
+            producer_seq = require_number("producer_seq", producer_seq)
         groups = by_kind(events)
         if self._packs(groups, producer_seq):
             return self._in_turn(producer_seq, self._queue.submit, events=groups)
@@ -104,6 +107,8 @@ class Writer:
     ) -> Receipt:
         """As `append`, of events that `encode_append` has made tables of. Raises what it raises."""
         self._require_open()
+        if producer_seq is not None:
+            producer_seq = require_number("producer_seq", producer_seq)
         require_layout(tables)
         if self._packs(tables, producer_seq):
             return self._in_turn(producer_seq, self._queue.submit, tables=tables)
@@ -140,15 +145,6 @@ class Writer:
         """
         with self._lock:
             number = self._next if producer_seq is None else producer_seq
-            if number < 0:
-                raise InvalidArgument(
-                    explain(
-                        "an append was refused",
-                        on="producer_seq",
-                        expected="0 or more",
-                        found=number,
-                    )
-                )
             raised = number >= self._next
             self._next = max(self._next, number + 1)
         one = Appending(self, number, **rows)
