@@ -425,12 +425,3 @@ def test_options_that_cannot_be_meant_make_no_queue_and_no_epoch(
     with pytest.raises(InvalidArgument, match=named):
         ledger.queued_writer("r", producer="p", **options)
     earlier.append([factory.score(0, 1.0)])  # not fenced off
-
-
-def test_a_writer_has_a_name_and_its_appends_are_counted_from_0(ledger: Ledger) -> None:
-    with pytest.raises(InvalidArgument, match="a name"):
-        ledger.writer("r", producer="")
-    writer = ledger.writer("r", producer="p")
-    with pytest.raises(InvalidArgument, match="0 or more"):
-        writer.append([factory.score(0, 1.0)], producer_seq=-1)
-    assert writer.append([factory.score(0, 1.0)]).first_seq == 1
