@@ -89,6 +89,14 @@ _I = (
     ),
     Rule(
         "I",
+        "prompt_issued",
+        "SELECT arg_max(i.branch, i.seq) AS branch, max(i.seq) AS seq, i.index,"
+        " format('the sample was issued {} times', count(*)) AS what\n"
+        "FROM (SELECT p.branch, p.seq, unnest(p.indices) AS index FROM prompt_issued AS p) AS i\n"
+        "GROUP BY i.index HAVING count(*) > 1",
+    ),
+    Rule(
+        "I",
         "signal_recorded",
         "SELECT s.branch, s.seq, s.index,"
         " 'tokens that entered a loss have no known weight version' AS what\n"

@@ -67,7 +67,8 @@ class SealedWriter:
         self._own = [f for f in arrow_schema(kind, layout) if f.name not in _PLACE]
         metadata = arrow_schema(kind, layout).metadata
         place = [pa.field(name, _PLACE[name], nullable=False) for name in _PLACE]
-        self._schema = pa.schema([*place, *self._own], metadata=metadata)
+        own = [f.with_type(_for_everybody(f.type)) for f in self._own]
+        self._schema = pa.schema([*place, *own], metadata=metadata)
         self._sink = pa.BufferOutputStream()
         self._writer = pq.ParquetWriter(self._sink, self._schema, **_options(self._schema))
         self._group: list[pa.Table] = []
@@ -86,7 +87,7 @@ class SealedWriter:
             pa.repeat(pa.scalar(segment.branch, pa.string()), rows),
             pa.array(np.arange(segment.first_seq, segment.first_seq + rows)),
         ]
-        own = [table.column(f.name) for f in self._own]
+        own = [table.column(f.name).cast(_for_everybody(f.type)) for f in self._own]
         self._group.append(pa.Table.from_arrays([*place, *own], schema=self._schema))
         self._group_bytes += table.nbytes
         self.held.append(Held(segment.first_seq, rows, self.rows, segment.logical_hash))
@@ -109,6 +110,13 @@ class SealedWriter:
             self._group, self._group_bytes = [], 0
 
 
+def _for_everybody(declared: pa.DataType) -> pa.DataType:
+    """The type in the file: pandas cannot read lists of binary values of one width."""
+    if pa.types.is_list(declared) and pa.types.is_fixed_size_binary(declared.value_type):
+        return pa.list_(pa.binary())
+    return declared
+
+
 _PLACE = {"run_id": pa.string(), "branch": pa.string(), "seq": pa.int64()}
 
 
@@ -123,7 +131,7 @@ def _options(schema: pa.Schema) -> dict[str, Any]:
             encodings[path] = "BYTE_STREAM_SPLIT"
         elif field.name == "seq":
             encodings[path] = "DELTA_BINARY_PACKED"
-        elif pa.types.is_large_binary(inner) or (nested and pa.types.is_fixed_size_binary(inner)):
+        elif pa.types.is_large_binary(inner) or (nested and pa.types.is_binary(inner)):
             encodings[path] = "PLAIN"
         else:
             dictionary.append(path)

@@ -198,7 +198,18 @@ def _format(arguments: argparse.Namespace) -> str:
         return "json"
     if arguments.format is None and arguments.output is not None:
         ending = Path(arguments.output).suffix.lstrip(".").lower()
-        return ending if ending in FORMATS else "table"
+        if ending in ("", "txt"):
+            return "table"
+        if ending in FORMATS:
+            return ending
+        raise InvalidArgument(
+            explain(
+                "the format of the result is not clear",
+                on=f"--output {arguments.output}",
+                expected=f"a name that ends with .txt or one of {', '.join(FORMATS)}; or --format",
+                found=f".{ending}",
+            )
+        )
     return arguments.format or "table"
 
 

@@ -86,6 +86,10 @@ CASES = {
         forge("segment_generated", 5, index=99),
         ("I", "segment_generated", 99, "never issued"),
     ),
+    "a prompt that was issued twice": (
+        double("prompt_issued", 0),
+        ("I", "prompt_issued", 0, "issued 2 times"),
+    ),
     "a trained token of an unknown version": (
         forge("segment_generated", 0, span_versions=[-1]),
         ("I", "signal_recorded", 0, "no known weight version"),

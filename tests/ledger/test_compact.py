@@ -125,6 +125,17 @@ def test_any_parquet_reader_reads_it(ledger: Ledger, folder: Path) -> None:
     assert [list(t) for t in frame["tokens"]] == wanted["tokens"].to_pylist()
     polars = pytest.importorskip("polars")
     assert polars.read_parquet(file)["tokens"].to_list() == wanted["tokens"].to_pylist()
+    sealed = {kind: sealed_paths(ledger, kind) for kind in ledger.reader(factory.RUN, None).kinds()}
+    assert {"weights_published", "step_committed"} <= {kind for kind, at in sealed.items() if at}
+    for kind in (kind for kind, at in sealed.items() if at):
+        ours = ledger.reader(factory.RUN, None).table(kind)
+        (other,) = sealed[kind]
+        everything = pandas.read_parquet(folder / other)
+        assert sorted(everything.columns) == sorted(ours.column_names)
+        assert everything["seq"].tolist() == ours["seq"].to_pylist()
+        if kind == "weights_published":
+            checksums = [list(row) for row in everything["tensor_checksums"]]
+            assert checksums == ours["tensor_checksums"].to_pylist()
     metadata = pq.read_metadata(file).row_group(0)
     codings = {metadata.column(i).path_in_schema: metadata.column(i) for i in range(33)}
     assert "BYTE_STREAM_SPLIT" in codings["rollout_log_probs.list.element"].encodings

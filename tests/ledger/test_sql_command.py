@@ -80,6 +80,7 @@ def test_parameters_have_types(run: Run) -> None:
         (["SELECT 1", "--tokenizer", "no-such-folder"], "a tokenizer was not found"),
         (["SELECT token_text(1)"], "--tokenizer PATH"),
         (["SELECT 1", "--output", "no-such-folder/out.csv"], "a result was not written"),
+        (["SELECT 1", "--output", "out.xyz"], "or --format"),
         ([_ENDLESS, "--timeout", "0.05"], "within 0.05 s"),
     ],
 )
