@@ -1,7 +1,8 @@
 """Where rows lie, told by the files themselves: for making the catalog again, and for collection.
 
 A hot segment says in its metadata who wrote it. A sealed file says which segments it holds. A
-segment that lies in both is taken from the sealed file, as compaction means it.
+segment that lies in both is taken from the sealed file, as compaction means it, if the bytes of
+that are still those it was named by.
 """
 
 from __future__ import annotations
@@ -72,27 +73,42 @@ class Placement:
         self.unreadable: list[tuple[str, LedgerError]] = []
         """Sealed files that could not be read, and why. They place nothing."""
         self._sealed: dict[int, SegmentFile] = {}
-        most: dict[int, tuple[int, str]] = {}
+        self._logical: dict[int, bytes] = {}
+        self._damaged: set[str] = set()
+        most: dict[int, tuple[bool, int, str]] = {}
         for path in sorted(stored.sealed):
             try:
-                held, digest = read_held(path, store.read(path)), _hash_in(path)
+                data = store.read(path)
+                held, digest = read_held(path, data), _hash_in(path)
             except LedgerError as error:
                 self.unreadable.append((path, error))
                 continue
-            size = store.stamp(path).size_bytes
+            sound = file_hash(data) == digest
+            if not sound:
+                self._damaged.add(path)
             for part in held:
                 # Of several files that hold it (two compactions at once), the one with most.
-                rank = (len(held), path)
-                if rank > most.get(part.first_seq, (0, "")):
+                rank = (sound, len(held), path)
+                if rank > most.get(part.first_seq, (False, 0, "")):
                     most[part.first_seq] = rank
+                    self._logical[part.first_seq] = part.logical_hash
                     self._sealed[part.first_seq] = SegmentFile(
-                        path, SEALED_FORMAT, part.row_offset, part.rows, digest, size
+                        path, SEALED_FORMAT, part.row_offset, part.rows, digest, data.size
                     )
 
     def place(self, segment: SegmentInfo) -> SegmentInfo:
-        """The segment where its rows lie now; where the links put it if no sealed file has it."""
+        """The segment where its rows lie now; where the links put it if no sealed file has it.
+
+        A sealed file that was damaged is taken only where nothing else has the rows: so that what
+        is lost has a name, and the rest is there.
+        """
         sealed = self._sealed.get(segment.first_seq)
         if sealed is None or sealed.rows != segment.rows:
+            return segment
+        if self._logical[segment.first_seq] != segment.logical_hash:
+            return segment
+        hot = segment.file
+        if sealed.path in self._damaged and hot is not None and self._stored.has(hot.path):
             return segment
         return dataclasses.replace(segment, file=sealed)
 

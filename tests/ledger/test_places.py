@@ -129,7 +129,7 @@ def test_creating_at_once_makes_one_ledger(any_place: AnyPlace) -> None:
 
 
 def test_a_ledger_says_what_it_is(any_place: AnyPlace) -> None:
-    with pytest.raises(NotFound, match="ledger init|create=True"):
+    with pytest.raises(NotFound, match=r"ledger init|create=True"):
         any_place.open()
     with any_place.open(create=True) as made:
         mark = read_mark(open_store(any_place.uri, any_place.storage_options))

@@ -13,6 +13,7 @@ import pytest
 
 from ledger import open_ledger
 from ledger.cli import main
+from ledger.compact import compact, plan_compaction
 from ledger.errors import AlreadyExists, Conflict, Corrupt, NotFound, StorageFailed
 from ledger.exporter import LinkExporter, export_links
 from ledger.links import links_folder, parse_links, put_epoch, put_run, read_sealed_json
@@ -256,3 +257,36 @@ def test_links_say_all_that_the_catalog_knows(folder: Path) -> None:
         *(name for name in body["commits"][0]),
         "run_id",
     }
+
+
+def test_a_damaged_sealed_file_is_passed_over_where_the_hot_ones_are_there(folder: Path) -> None:
+    with open_ledger(folder) as ledger:
+        compact(ledger, plan_compaction(ledger))
+        seen = what_readers_see(ledger)
+    kind = "segment_generated"
+    (sealed,) = (folder / f"runs/{factory.RUN}/sealed/{kind}").iterdir()
+    data = bytearray(sealed.read_bytes())
+    data[len(data) // 3] ^= 1
+    sealed.write_bytes(data)
+    lose(folder)
+    assert rebuild(folder) == ()
+    with open_ledger(folder) as ledger:
+        assert {s.file.format for s in ledger.segment_infos(factory.RUN) if s.file} == {
+            "arrow-ipc",
+            "parquet",
+        }
+        hot = [s.file for s in ledger.segment_infos(factory.RUN) if s.kind == kind]
+        assert {file.format for file in hot if file} == {"arrow-ipc"}
+        assert what_readers_see(ledger) == seen
+    # Without them it is all there is: the rest is there, and verification names it.
+    for file in hot:
+        assert file is not None
+        (folder / file.path).unlink(missing_ok=True)
+    lose(folder)
+    rebuild(folder)
+    with open_ledger(folder) as ledger:
+        assert ledger.run(factory.RUN).head_seq == 102
+        findings = verify_ledger(ledger).findings
+        assert any(sealed.name in str(f) for f in findings)
+        with pytest.raises(Corrupt, match=sealed.name):
+            ledger.reader(factory.RUN, None).table(kind)
