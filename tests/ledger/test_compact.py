@@ -13,6 +13,8 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import pandas
+import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -120,10 +122,8 @@ def test_any_parquet_reader_reads_it(ledger: Ledger, folder: Path) -> None:
         )
     )
     assert [row[3] for row in rows] == wanted["tokens"].to_pylist()
-    pandas = pytest.importorskip("pandas")
     frame = pandas.read_parquet(file)
     assert [list(t) for t in frame["tokens"]] == wanted["tokens"].to_pylist()
-    polars = pytest.importorskip("polars")
     assert polars.read_parquet(file)["tokens"].to_list() == wanted["tokens"].to_pylist()
     sealed = {kind: sealed_paths(ledger, kind) for kind in ledger.reader(factory.RUN, None).kinds()}
     assert {"weights_published", "step_committed"} <= {kind for kind, at in sealed.items() if at}
