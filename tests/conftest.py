@@ -5,10 +5,18 @@ What a fixture needs is imported inside it: the tests of the ledger alone never 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time: a run that fails can be run again. HYPOTHESIS_PROFILE=search looks
+# for new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
