@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from ledger.errors import InvalidArgument, explain
 
-__all__ = ["canonical_json", "json_digest"]
+__all__ = ["canonical_json", "canonical_text", "json_digest"]
 
 
 def canonical_json(obj: object) -> str:
@@ -27,8 +27,13 @@ def canonical_json(obj: object) -> str:
         InvalidArgument: a NaN or infinity, a key that is not text, or a type without a canonical
             form (a set, say, has no order).
     """
+    return canonical_text(_plain(obj, "$"))
+
+
+def canonical_text(plain: object) -> str:
+    """As `canonical_json`, of what is JSON already: text keys, no bytes, no arrays."""
     return json.dumps(
-        _plain(obj, "$"), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
 
 
@@ -38,7 +43,7 @@ def json_digest(obj: object) -> bytes:
 
 
 _ATOMS = frozenset({str, int, bool, type(None)})
-"""Types that JSON has; long lists hold little else."""
+"""Types that JSON has; long lists and tables hold little else."""
 
 
 def _plain(obj: object, where: str) -> Any:
@@ -67,7 +72,15 @@ def _plain(obj: object, where: str) -> Any:
         for key in obj:
             if not isinstance(key, str):
                 raise _refused(where, "keys that are text", repr(key))
-        return {key: _plain(value, f"{where}.{key}") for key, value in obj.items()}
+        # Most values are plain already: a call and a name for each would cost most of the time.
+        return {
+            key: value
+            if type(value) in _ATOMS
+            else value.hex()
+            if type(value) is bytes
+            else _plain(value, f"{where}.{key}")
+            for key, value in obj.items()
+        }
     if isinstance(obj, list | tuple | np.ndarray):
         return [
             value if type(value) in _ATOMS else _plain(value, f"{where}[{i}]")

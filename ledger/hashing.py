@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,12 +45,14 @@ _DIGEST_MARK = struct.pack("<bq", 1, 32)
 """What `_pack` puts before a digest."""
 
 _THREADS_FROM_BYTES = 1 << 20  # below, starting threads costs more than they save
+# With two cores one is busy with the disk while an append hashes: a second thread only waits.
+_THREADS = blake3.AUTO if (os.cpu_count() or 1) > 2 else 1
 
 
 def file_hash(*pieces: Any) -> bytes:
     """blake3 of a whole file, given in one or more pieces with the buffer protocol."""
     views = [memoryview(piece).cast("B") for piece in pieces]
-    threads = blake3.AUTO if sum(v.nbytes for v in views) >= _THREADS_FROM_BYTES else 1
+    threads = _THREADS if sum(v.nbytes for v in views) >= _THREADS_FROM_BYTES else 1
     hasher = blake3(max_threads=threads)
     for view in views:
         hasher.update(view)
@@ -96,7 +99,7 @@ def sliced_column_digests(batch: pa.RecordBatch, bounds: Sequence[int]) -> list[
             body = [head]
             for view, ends in streams:
                 piece = view[ends[i] : ends[i + 1]]
-                threads = blake3.AUTO if piece.nbytes >= _THREADS_FROM_BYTES else 1
+                threads = _THREADS if piece.nbytes >= _THREADS_FROM_BYTES else 1
                 body += (_DIGEST_MARK, blake3(piece, max_threads=threads).digest())
             found[i][column.field_id] = blake3(b"".join(body)).digest()
     return found
@@ -131,7 +134,7 @@ def _with_validity(
 
 
 def _digest(pieces: Sequence[Any]) -> bytes:
-    threads = blake3.AUTO if sum(p.nbytes for p in pieces) >= _THREADS_FROM_BYTES else 1
+    threads = _THREADS if sum(p.nbytes for p in pieces) >= _THREADS_FROM_BYTES else 1
     if len(pieces) == 1:
         return blake3(pieces[0], max_threads=threads).digest()
     hasher = blake3(max_threads=threads)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import sqlalchemy as sa
 from blake3 import blake3
 
-from ledger.canonical import canonical_json
+from ledger.canonical import canonical_json, canonical_text
 from ledger.catalog import tables as t
 from ledger.catalog.queries import segments_after
 from ledger.catalog.records import SegmentInfo
@@ -98,7 +98,10 @@ def last_told(path: str) -> int:
 
 def sealed_json(body: Mapping[str, Any]) -> bytes:
     """The bytes of an object with this body, its hash beside it."""
-    text = canonical_json(body)
+    return _sealed(canonical_json(body))
+
+
+def _sealed(text: str) -> bytes:
     return f'{{"blake3":"{blake3(text.encode()).hexdigest()}","body":{text}}}'.encode()
 
 
@@ -249,10 +252,11 @@ def put_links(
         "run_id": first.run_id,
         "first_seq": first.first_seq,
         "last_seq": last.last_seq,
-        "previous": previous,
+        "previous": previous.hex(),
         "commits": [_commit_body(c) for c in commits],
     }
-    data = sealed_json(body)
+    # Plain already: many commits a second must not cost much more than their own rows.
+    data = _sealed(canonical_text(body))
     try:
         store.put([(path, data)])
     except Corrupt:
@@ -297,17 +301,18 @@ _FILE = ("path", "format", "row_offset", "rows", "size_bytes")
 
 def _commit_body(c: LinkedCommit) -> dict[str, Any]:
     body: dict[str, Any] = {name: getattr(c, name) for name in _COMMIT}
-    body["content_hash"], body["chain"] = c.content_hash, c.chain
+    body["content_hash"], body["chain"] = c.content_hash.hex(), c.chain.hex()
     body["segments"] = [_segment_body(s) for s in c.segments]
     return body
 
 
 def _segment_body(s: SegmentInfo) -> dict[str, Any]:
     body: dict[str, Any] = {name: getattr(s, name) for name in _SEGMENT}
-    body |= {"logical_hash": s.logical_hash, "chain": s.chain, "ranges": s.ranges}
+    body["logical_hash"], body["chain"] = s.logical_hash.hex(), s.chain.hex()
+    body["ranges"] = dict(s.ranges)
     if s.file is not None:
         place = {name: getattr(s.file, name) for name in _FILE}
-        body["location"] = place | {"file_hash": s.file.file_hash}
+        body["location"] = place | {"file_hash": s.file.file_hash.hex()}
     return body
 
 
