@@ -145,6 +145,8 @@ _WHY = {
     "routing,": _OVERLAP,
     "small commits": "the catalog's transaction syncs once more, and its Python costs more than a "
     "sync of a fast disk",
+    "group commit": "the syncs are shared, the Python of each append is not: the interpreter runs "
+    "one thread at a time, and the links beside the data are made by one of them",
     "4 processes": "one process commits at a time, and the Python of a commit, which writing a "
     "file does not have, shares the cores among all of them",
     "1,000 steps": _OPENING,
