@@ -37,7 +37,7 @@ class Result:
         Raises MissingDependency where pandas is not installed.
         """
         try:
-            import pandas  # noqa: F401
+            import pandas  # noqa: F401 — pyarrow needs it, and says less clearly that it is not there
         except ImportError as error:
             raise _missing("pandas") from error
         return self._table.to_pandas()

@@ -63,7 +63,7 @@ class Source:
         return table if table.schema.types == wanted.types else table.cast(wanted)
 
 
-class _Scan(ds.Dataset):  # type: ignore[misc]
+class _Scan(ds.Dataset):  # type: ignore[misc]  # pyarrow comes without types
     """What DuckDB takes for a dataset."""
 
     schema: pa.Schema
@@ -72,6 +72,7 @@ class _Scan(ds.Dataset):  # type: ignore[misc]
         self._source = source
 
     def _read(self, columns: Sequence[str]) -> pa.Table:
+        # Each of the two classes below has its own; a Dataset cannot be an ABC as well.
         raise NotImplementedError
 
     def scanner(

@@ -21,7 +21,7 @@ from ledger.placement import StoredRun, list_runs
 from ledger.verify_checkpoints import compare_checkpoint
 from ledger.verify_files import Outcome, by_file, check_file, in_parallel
 from ledger.verify_run import RunCheck, RunState
-from ledger.verify_store import check_links, check_unnamed
+from ledger.verify_store import check_links, check_unnamed, check_waiting
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
@@ -152,6 +152,7 @@ def verify_ledger(
             epochs.get(name, {}),
             check.find,
         )
+        check_waiting(ledger.store, state, there, check.find)
         notes += check_unnamed(ledger.store, state, there, check.find)
         gone = sum(s.rows for s in state.segments if s.file is None)
         if gone:

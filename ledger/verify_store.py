@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import pyarrow as pa
@@ -23,7 +24,7 @@ from ledger.segment import read_identities
 from ledger.storage import ObjectStore
 from ledger.verify_run import RunState
 
-__all__ = ["check_links", "check_unnamed"]
+__all__ = ["check_links", "check_unnamed", "check_waiting"]
 
 Find = Callable[[str, str, object, object], None]
 
@@ -229,6 +230,34 @@ def check_unnamed(store: ObjectStore, state: RunState, stored: StoredRun, find: 
         f"run {state.run.run_id!r}: {len(left)} files that no location names: of appends that were "
         f"never committed, or are under way (ledger gc removes them later): {shown}"
     ]
+
+
+def check_waiting(store: ObjectStore, state: RunState, stored: StoredRun, find: Find) -> None:
+    """Look at the files that wait for collection, and at what the catalog says of them.
+
+    One that is gone already is no finding: a collection may have been killed in between.
+    """
+    now = time.time_ns() // 1000
+    for row in state.rows["unreferenced"]:
+        path = row["path"]
+        where = f"catalog, unreferenced {path}"
+        if row["reason"] not in ("compacted", "retired"):
+            find(where, "its reason", "compacted or retired", row["reason"])
+        if not state.run.created_at <= row["since"] <= now:
+            find(where, "since when", f"{state.run.created_at} to {now}", row["since"])
+        if not stored.has(path):
+            if not path.startswith(f"runs/{state.run.run_id}/"):
+                find(where, "its path", "a segment file of this run", path)
+            continue
+        try:
+            data = store.read(path)
+        except NotFound:
+            continue
+        if data.size != row["size_bytes"]:
+            find(where, "its size in bytes", data.size, row["size_bytes"])
+        name, digest = path.rpartition("/")[2].rpartition(".")[0], file_hash(data).hex()
+        if name != digest:
+            find(path, "a file that waits for collection", f"blake3 {name}", f"blake3 {digest}")
 
 
 def _not_a_writers(path: str, data: pa.Buffer, run_id: str, *, in_folder: bool) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,3 +210,35 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gc", *where, "--grace", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == 2
     assert main(["verify", *where]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("reason = 'forgotten'", "its reason"),
+        ("since = 5", "since when"),
+        ("since = since + 86400000000", "since when"),
+        ("size_bytes = size_bytes + 1", "its size in bytes"),
+        ("path = 'elsewhere/' || path", "its path"),
+    ],
+)
+def test_a_changed_row_of_what_waits_for_collection_is_found(
+    ledger: Ledger, folder: Path, change: str, says: str
+) -> None:
+    compact(ledger, plan_compaction(ledger))
+    assert verify_ledger(ledger).ok
+    connection = sqlite3.connect(folder / "catalog.sqlite")
+    with connection:
+        first = "(SELECT min(path) FROM unreferenced)"
+        connection.execute(f"UPDATE unreferenced SET {change} WHERE path = {first}")
+    connection.close()
+    assert says in str(verify_ledger(ledger).findings[0])
+
+
+def test_damage_of_what_waits_for_collection_is_found(ledger: Ledger, folder: Path) -> None:
+    compact(ledger, plan_compaction(ledger))
+    path = folder / min(row[0] for row in all_rows(ledger)["unreferenced"])
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    assert path.name in str(verify_ledger(ledger).findings[0])
