@@ -20,6 +20,7 @@ __all__ = [
     "batch_settings",
     "optimizer_settings",
     "parallel_settings",
+    "settings_record",
 ]
 
 
@@ -170,6 +171,36 @@ class BatchSettings:
             )
 
 
+_ALWAYS = frozenset(
+    "advantage_estimator policy_loss grpo_std_normalization normalize_advantages eps_clip "
+    "eps_clip_high eps_clip_c kl_coef use_kl_loss kl_loss_coef kl_loss_type entropy_coef "
+    "calculate_per_token_loss use_rollout_logprobs rollout_temperature lr min_lr lr_decay_style "
+    "lr_decay_iters lr_warmup_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "
+    "use_distributed_optimizer rollout_batch_size n_samples_per_prompt global_batch_size "
+    "num_steps_per_rollout micro_batch_size seq_length".split()
+)
+"""Settings that the first version recorded. Never add to it."""
+
+
+def settings_record(
+    algorithm: AlgorithmSettings, optimizer: OptimizerSettings, sizes: BatchSettings
+) -> dict[str, dict[str, Any]]:
+    """The settings of a step as it records them (`step_committed.settings`).
+
+    A setting that came after the first version is left out where it stands at its default, so that
+    a step which was recorded before it has the same text, and so the same id, when it is run again.
+    A default must therefore never change.
+    """
+    return {
+        name: {
+            f.name: value
+            for f in fields(settings)
+            if (value := getattr(settings, f.name)) != f.default or f.name in _ALWAYS
+        }
+        for name, settings in (("algorithm", algorithm), ("optimizer", optimizer), ("sizes", sizes))
+    }
+
+
 def algorithm_settings(values: Mapping[str, Any]) -> AlgorithmSettings:
     """From the options of `trainer.options`, by name."""
     chosen = {f.name: values[f.name] for f in fields(AlgorithmSettings) if f.name in values}
@@ -179,14 +210,20 @@ def algorithm_settings(values: Mapping[str, Any]) -> AlgorithmSettings:
 
 def batch_settings(values: Mapping[str, Any]) -> BatchSettings:
     """From the options of `trainer.options`, by name. Checks the batch identity."""
-    return BatchSettings(**{f.name: values[f.name] for f in fields(BatchSettings)})
+    return BatchSettings(
+        **{f.name: values[f.name] for f in fields(BatchSettings) if f.name in values}
+    )
 
 
 def optimizer_settings(values: Mapping[str, Any]) -> OptimizerSettings:
     """From the options of `trainer.options`, by name."""
-    return OptimizerSettings(**{f.name: values[f.name] for f in fields(OptimizerSettings)})
+    return OptimizerSettings(
+        **{f.name: values[f.name] for f in fields(OptimizerSettings) if f.name in values}
+    )
 
 
 def parallel_settings(values: Mapping[str, Any]) -> ParallelSettings:
     """From the options of `trainer.options`, by name."""
-    return ParallelSettings(**{f.name: values[f.name] for f in fields(ParallelSettings)})
+    return ParallelSettings(
+        **{f.name: values[f.name] for f in fields(ParallelSettings) if f.name in values}
+    )

@@ -27,7 +27,7 @@ from trainer.batch import Batch, batch_digest
 from trainer.micro_step import Outcome, Signals, forward_backward, join
 from trainer.microbatch import MicroBatch, cut, partition
 from trainer.scoring import response_log_probs
-from trainer.settings import AlgorithmSettings, BatchSettings
+from trainer.settings import AlgorithmSettings, BatchSettings, settings_record
 from trainer.state import TrainState
 from trainer.step_check import check_step
 from trainer.step_events import micro_batch_digests, signal_events, step_metrics, weights_event
@@ -106,7 +106,7 @@ def run_step(
     optimizer_time_s = time.perf_counter() - began
 
     began = time.perf_counter()
-    all_settings = {"algorithm": algorithm, "optimizer": state.settings, "sizes": sizes}
+    all_settings = settings_record(algorithm, state.settings, sizes)
     settings, settings_id = canonical_json(all_settings), json_digest(all_settings)
     trainer_N = outcome.log_probs_N if old_log_probs_N is None else old_log_probs_N
     metrics = step_metrics(

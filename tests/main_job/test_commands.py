@@ -24,7 +24,15 @@ def test_help_is_grouped_as_users_know_it(capsys: pytest.CaptureFixture[str]) ->
         trainer.cli.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    groups = ("ledger:", "checkpoint:", "rollout:", "algorithm:", "parallelism:", "optimizer:")
+    groups = (
+        "ledger:",
+        "checkpoint:",
+        "rollout:",
+        "algorithm:",
+        "batch:",
+        "parallelism:",
+        "optimizer:",
+    )
     places = [text.index(f"\n{group}") for group in groups]
     assert places == sorted(places)
     for flag in ("--eps-clip-high", "--kl-loss-type", "--n-samples-per-prompt", "--from-version"):
