@@ -24,6 +24,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import (
@@ -38,23 +39,32 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "LocalSpecProvider",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "RouterReplay",
     "RouterReplayAction",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "finalize_model_grads",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "get_num_layers_to_build",
     "get_standard_config_overrides",
+    "get_transformer_layer_offset",
     "megatron_version",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
