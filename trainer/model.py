@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+
 from trainer.architecture import Architecture, read_architecture, read_config
 from trainer.forward import recorded_routing, token_log_probs
 from trainer.layer_specs import (
