@@ -70,6 +70,7 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
     """
     from ledger.opening import open_ledger
     from trainer.begin import checkpoint_root, find_standing
+    from trainer.tracking import check_tracking
 
     began = time.monotonic()
     uri = explicit.get("ledger", os.environ.get("LEDGER_URI", "ledger-data"))
@@ -78,6 +79,7 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
     with open_ledger(uri, create=not forking, catalog=catalog) as ledger:
         standing = find_standing(ledger, explicit)
         _check(standing.values)
+        check_tracking(standing.values, ledger.root)
         checkpoint_root(ledger, standing)
         # Heavy imports only once the options make sense.
         from trainer.opening import is_complete
@@ -109,6 +111,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
     from trainer.progress import StepProgress
     from trainer.restore import load_reference, needs_reference
     from trainer.settings import algorithm_settings, batch_settings, parallel_settings
+    from trainer.tracking import open_tracker
 
     values = standing.values
     algorithm = algorithm_settings(values)
@@ -132,6 +135,15 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         steps_total = len(opened.recorded)
     with StepProgress(total=steps_total, enabled=show) as progress:
         progress.say(_headline(standing, opened))
+        tracker = open_tracker(
+            values,
+            ledger=ledger,
+            run_id=standing.run_id,
+            branch=standing.branch,
+            history=opened.history,
+            settings=json.loads(standing.settings_json),
+            tell=lambda text: print(f"ledger-train: {text}", file=sys.stderr),
+        )
         if side is not None:
             side.attach(
                 ledger,
@@ -165,11 +177,13 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
             checkpoints=opened.checkpoints,
             model_dir=opened.model_dir,
             progress=progress,
+            tracker=tracker,
         )
         try:
             loop.run()
         finally:
             opened.writer.close()
+            tracker.close()
             if side is not None:
                 side.close()
     summary = loop.summary
@@ -180,6 +194,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         steps=summary.steps,
         rewards=summary.rewards,
         seconds={"restore": opened.restore_time_s, **summary.seconds},
+        failed_sinks=tracker.failures,
     )
 
 
@@ -230,6 +245,7 @@ def _result(
     steps: int,
     rewards: list[float],
     seconds: Mapping[str, float],
+    failed_sinks: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     from trainer.history import read_history
 
@@ -254,6 +270,7 @@ def _result(
             **{k: round(v, 4) for k, v in seconds.items()},
             "total": round(time.monotonic() - began, 4),
         },
+        "failed_sinks": dict(failed_sinks or {}),
     }
 
 
@@ -272,6 +289,8 @@ def _print_result(result: Mapping[str, Any]) -> None:
         f"content digest  {result['content_digest']}\n"
         f"chain head      {result['chain_head']} ({result['events']} events)"
     )
+    for sink, why in result["failed_sinks"].items():
+        print(f"metrics         not all sent to {sink}: {why}")
 
 
 if __name__ == "__main__":

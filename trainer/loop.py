@@ -33,6 +33,7 @@ from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.state import TrainState
 from trainer.step import StepResult
 from trainer.stepping import PlannedStep, take_rollout
+from trainer.tracking import Tracker
 
 __all__ = ["LoopSummary", "Place", "RolloutOutcome", "RolloutSide", "TrainingLoop", "checkpoint_of"]
 
@@ -134,6 +135,8 @@ class TrainingLoop:
     model_dir: Path
     """Tokenizer and configuration, copied into every checkpoint."""
     progress: StepProgress
+    tracker: Tracker | None = None
+    """Where the metrics of committed events go besides the ledger."""
     summary: LoopSummary = field(default_factory=LoopSummary)
     _saved: set[int] = field(default_factory=set)
     _evaluated: set[tuple[int, Evaluation]] = field(default_factory=set)
@@ -201,6 +204,7 @@ class TrainingLoop:
             else:
                 committed = result.step_committed.evolve(read_seq=reader.head_seq)
                 self.writer.append([*result.signals, committed, published])
+                self._track(committed)
             self.summary.spent("append", began)
             if self.rollout_side is not None:
                 self.rollout_side.release(plan.weight_version_out)
@@ -315,12 +319,17 @@ class TrainingLoop:
         self.progress.doing(f"evaluation of version {version}")
         event = self.rollout_side.evaluate(version)
         self.writer.append([event])
+        self._track(event)
         self._evaluated.add(key)
         self.progress.say(
             f"evaluation of version {version}: mean reward {event.mean_reward:.3f} "
             f"on {len(event.rewards)} prompts"
         )
         self.summary.spent("evaluation", began)
+
+    def _track(self, event: StepCommitted | EvalScored) -> None:
+        if self.tracker is not None:
+            self.tracker.committed(event)
 
     def _show(self, plan: PlannedStep, result: StepResult) -> None:
         shown: dict[str, float] = {}

@@ -34,6 +34,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
@@ -58,6 +59,7 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",

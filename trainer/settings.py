@@ -177,7 +177,7 @@ _ALWAYS = frozenset(
     "calculate_per_token_loss use_rollout_logprobs rollout_temperature lr min_lr lr_decay_style "
     "lr_decay_iters lr_warmup_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "
     "use_distributed_optimizer rollout_batch_size n_samples_per_prompt global_batch_size "
-    "num_steps_per_rollout micro_batch_size seq_length".split()
+    "num_steps_per_rollout micro_batch_size seq_length".split()  # noqa: SIM905 - easier to read
 )
 """Settings that the first version recorded. Never add to it."""
 

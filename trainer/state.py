@@ -50,6 +50,8 @@ __all__ = [
     "load_weights",
     "make_optimizer",
     "make_scheduler",
+    "state_around",
+    "widened",
 ]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,6 +82,8 @@ class TrainState:
     """The canonical tensors, sorted by name."""
     generators: dict[str, Tensor]
     """States of the generators between steps, as `trainer.digests.random_state` names them."""
+    critic: TrainState | None = None
+    """The critic beside the policy, where the estimator takes values; see `trainer.critic`."""
     _outside: dict[str, Tensor] | None = None
     """During a step: the states that the process's generators get back after it."""
 
@@ -234,6 +238,21 @@ def create_state(
     model = build_model(hf_config, parallel, trainable=True)
     load_weights(model, model_dir)
     model.train()
+    state = state_around(model, hf_config, parallel, optimizer)
+    seed_everything(seed)
+    state.generators = random_state()
+    return state
+
+
+def state_around(
+    model: GPTModel,
+    hf_config: Mapping[str, Any],
+    parallel: ParallelSettings,
+    optimizer: OptimizerSettings,
+) -> TrainState:
+    """The state of a model whose weights are loaded: gradients, optimizer, schedule at the
+    beginning; its generators are as the process's are now."""
+    check_settings(optimizer)
     chunks = [
         DistributedDataParallel(
             config=model.config,
@@ -247,7 +266,6 @@ def create_state(
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.no_sync_func = chunks[0].no_sync
     megatron_optimizer = make_optimizer(optimizer, chunks)
-    seed_everything(seed)
     return TrainState(
         model=model,
         chunks=chunks,
@@ -266,11 +284,15 @@ def load_weights(model: Any, model_dir: str | Path) -> None:
 
     Raises as `read_safetensors` and `import_weights`.
     """
-    widened = {
+    import_weights(model, widened(read_safetensors(model_dir)))
+
+
+def widened(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors with floats of 16 bits as float32, which is exact."""
+    return {
         name: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-        for name, tensor in read_safetensors(model_dir).items()
+        for name, tensor in named.items()
     }
-    import_weights(model, widened)
 
 
 def make_optimizer(settings: OptimizerSettings, chunks: list[Any]) -> Any:

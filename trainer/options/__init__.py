@@ -14,7 +14,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.options import algorithm, batch, checkpoint, ledger, optimizer, parallelism, rollout
+from trainer.options import (
+    algorithm,
+    batch,
+    checkpoint,
+    ledger,
+    optimizer,
+    parallelism,
+    rollout,
+    tracking,
+)
 from trainer.options.option import Group, Option
 
 __all__ = ["OPTIONS", "Option", "add_options"]
@@ -27,6 +36,7 @@ OPTIONS: tuple[Option, ...] = (
     *batch.OPTIONS,
     *parallelism.OPTIONS,
     *optimizer.OPTIONS,
+    *tracking.OPTIONS,
 )
 
 _TITLES: Mapping[Group, str] = {

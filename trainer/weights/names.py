@@ -56,6 +56,8 @@ _DENSE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
+    "output_layer.score.weight": "score.weight",
+    "output_layer.score.bias": "score.bias",
 }
 
 _LAYER = {
