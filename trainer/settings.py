@@ -172,12 +172,40 @@ class BatchSettings:
 
 
 _ALWAYS = frozenset(
-    "advantage_estimator policy_loss grpo_std_normalization normalize_advantages eps_clip "
-    "eps_clip_high eps_clip_c kl_coef use_kl_loss kl_loss_coef kl_loss_type entropy_coef "
-    "calculate_per_token_loss use_rollout_logprobs rollout_temperature lr min_lr lr_decay_style "
-    "lr_decay_iters lr_warmup_iters weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "
-    "use_distributed_optimizer rollout_batch_size n_samples_per_prompt global_batch_size "
-    "num_steps_per_rollout micro_batch_size seq_length".split()  # noqa: SIM905 - easier to read
+    [
+        "advantage_estimator",
+        "policy_loss",
+        "grpo_std_normalization",
+        "normalize_advantages",
+        "eps_clip",
+        "eps_clip_high",
+        "eps_clip_c",
+        "kl_coef",
+        "use_kl_loss",
+        "kl_loss_coef",
+        "kl_loss_type",
+        "entropy_coef",
+        "calculate_per_token_loss",
+        "use_rollout_logprobs",
+        "rollout_temperature",
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "lr_decay_iters",
+        "lr_warmup_iters",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "clip_grad",
+        "use_distributed_optimizer",
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "global_batch_size",
+        "num_steps_per_rollout",
+        "micro_batch_size",
+        "seq_length",
+    ]
 )
 """Settings that the first version recorded. Never add to it."""
 
