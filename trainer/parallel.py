@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ledger.errors import InvalidArgument, explain
+from trainer.layout import check_layout
 from trainer.megatron import (
     megatron_version,
     model_parallel_cuda_manual_seed,
@@ -19,6 +21,7 @@ from trainer.settings import ParallelSettings
 __all__ = ["determinism_report", "device", "initialize", "seed_everything", "shutdown"]
 
 _started: tuple[ParallelSettings, int, bool] | None = None
+_own_world = False
 
 
 def device() -> torch.device:
@@ -29,19 +32,28 @@ def device() -> torch.device:
 
 
 def initialize(
-    settings: ParallelSettings, *, seed: int, num_threads: int, deterministic: bool
+    settings: ParallelSettings,
+    *,
+    seed: int,
+    num_threads: int,
+    deterministic: bool,
+    timeout_minutes: float = 30,
 ) -> None:
     """Start the process groups, pin the threads and seed every generator.
 
-    Works without torchrun for one process. Calling it again with the same layout, threads and
-    determinism seeds anew and does nothing else; after success the random state is a function of
-    `seed` alone.
+    Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT);
+    without it there is one process. A world that is there already is used as it is. Calling it
+    again with the same layout, threads and determinism seeds anew and does nothing else; after
+    success the random state is a function of `seed`, the layout and the rank alone.
 
-    Raises InvalidArgument where the layout is not one that this version runs, or differs from the
-    one that was started.
+    A rank that waits longer than `timeout_minutes` for the others raises torch's error.
+
+    Raises InvalidArgument where the layout cannot be run by these ranks, or differs from the one
+    that was started.
     """
     global _started
-    _check_layout(settings)
+    world_size = dist.get_world_size() if dist.is_initialized() else _environment()[1]
+    check_layout(settings, world_size, cuda=torch.cuda.is_available())
     asked = (settings, num_threads, deterministic)
     if _started is not None and _started != asked:
         raise InvalidArgument(
@@ -54,48 +66,29 @@ def initialize(
         )
     if _started is None:
         _pin(num_threads, deterministic)
-        _start_groups(settings)
+        _start_groups(settings, timedelta(minutes=timeout_minutes))
         _started = asked
     seed_everything(seed)
 
 
-def _check_layout(settings: ParallelSettings) -> None:
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-    ):
-        if getattr(settings, name) != 1:
+def _environment() -> tuple[int, int, int]:
+    """(rank, world size, rank on this host) as torchrun tells them; (0, 1, 0) without it."""
+    values = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        text = os.environ.get(name, default)
+        if not text.isdecimal():
             raise InvalidArgument(
                 explain(
-                    "laying out the training",
-                    on=f"--{name.replace('_', '-')}",
-                    expected="1: this version trains on one rank",
-                    found=getattr(settings, name),
+                    "reading the ranks from the environment",
+                    on=name,
+                    expected="a whole number, as torchrun sets it",
+                    found=repr(text),
+                    do="start the ranks with torchrun, or unset it",
                 )
             )
-    if settings.expert_tensor_parallel_size not in (None, 1):
-        # A size that differs between model and process groups would leave expert gradients
-        # unreduced without a word, so the one number is checked here and handed to both.
-        raise InvalidArgument(
-            explain(
-                "laying out the training",
-                on="--expert-tensor-parallel-size",
-                expected="1, as the tensor parallel size",
-                found=settings.expert_tensor_parallel_size,
-            )
-        )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != 1:
-        raise InvalidArgument(
-            explain(
-                "laying out the training",
-                on="WORLD_SIZE",
-                expected="1: this version trains on one rank",
-                found=world_size,
-            )
-        )
+        values.append(int(text))
+    rank, world_size, local_rank = values
+    return rank, world_size, local_rank
 
 
 def _pin(num_threads: int, deterministic: bool) -> None:
@@ -110,34 +103,65 @@ def _pin(num_threads: int, deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if deterministic and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Without these two the reductions of NCCL may take another path in another run.
+        os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.backends.cudnn.benchmark = False
 
 
-def _start_groups(settings: ParallelSettings) -> None:
+def _start_groups(settings: ParallelSettings, timeout: timedelta) -> None:
+    global _own_world
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        # torch exports HashStore without telling its type stubs.
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        _start_world(timeout)
+        _own_world = True
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tensor_model_parallel_size,
             pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=settings.num_virtual_stages_per_pipeline_rank,
             context_parallel_size=settings.context_parallel_size,
             expert_model_parallel_size=settings.expert_model_parallel_size,
             expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
 
 
-def seed_everything(seed: int) -> None:
-    """Set torch's generators and Megatron's tracked ones to a state that depends on `seed` alone.
+def _start_world(timeout: timedelta) -> None:
+    rank, world_size, local_rank = _environment()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+    backend = "nccl" if on_gpu else "gloo"
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    if world_size != 1:
+        raise InvalidArgument(
+            explain(
+                "starting the process groups",
+                on="RANK, MASTER_ADDR and MASTER_PORT",
+                expected=f"where to meet the other ranks, with WORLD_SIZE {world_size}",
+                found="not set",
+                do="start the ranks with torchrun",
+            )
+        )
+    # torch exports HashStore without telling its type stubs.
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=1, timeout=timeout)
 
-    Without CUDA, Megatron's tracker is the one for inference, which holds no state: dropout is 0.
+
+def seed_everything(seed: int) -> None:
+    """Set torch's generators and Megatron's tracked ones to a state that depends on `seed`, the
+    layout and the rank alone.
+
+    As Megatron's training does, each pipeline stage has a seed of its own, and its tracker holds
+    one state that is common to a tensor-parallel group and others that are not. Without CUDA, the
+    tracker is the one for inference, which holds no state: dropout is 0.
     """
+    # Megatron adds offsets of some thousands; numpy-style seeds end at 2**32.
+    stage = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
-        # Megatron adds offsets of some thousands; numpy-style seeds end at 2**32.
-        seed % (2**31),
+        stage % (2**31),
         inference_rng_tracker=not torch.cuda.is_available(),
         force_reset_rng=True,
     )
@@ -145,13 +169,16 @@ def seed_everything(seed: int) -> None:
 
 
 def shutdown() -> None:
-    """End the process groups; after it `initialize` may be called with another layout."""
-    global _started
+    """End the process groups; after it `initialize` may be called with another layout.
+
+    A world that `initialize` found and did not start stays.
+    """
+    global _started, _own_world
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
+    if _own_world and dist.is_initialized():
         dist.destroy_process_group()
-    _started = None
+    _started, _own_world = None, False
 
 
 def determinism_report() -> dict[str, Any]:
@@ -161,6 +188,7 @@ def determinism_report() -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
         "device": str(device()),
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "megatron_core": megatron_version,

@@ -6,7 +6,7 @@ Each class is validated where it is made, and turned into canonical JSON by `led
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ledger.errors import InvalidArgument, explain
@@ -18,6 +18,7 @@ __all__ = [
     "ParallelSettings",
     "algorithm_settings",
     "batch_settings",
+    "layout_record",
     "optimizer_settings",
     "parallel_settings",
     "settings_record",
@@ -26,13 +27,34 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """Sizes of Megatron's process groups."""
+    """How Megatron lays a model out over its ranks, and in which precision it computes.
+
+    The data-parallel size is what remains of the ranks. Names are Megatron's own.
+    """
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Model chunks of each pipeline rank (interleaved schedule); None: one, not interleaved."""
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
+    """None: as the tensor parallel size."""
+    sequence_parallel: bool = False
+    """Norms and residuals of a tensor-parallel group are split along the sequence."""
+    moe_token_dispatcher_type: str = "allgather"
+    make_vocab_size_divisible_by: int = 1
+    """The vocabulary is padded to a multiple of this times the tensor parallel size."""
+    bf16: bool = False
+    """bfloat16 weights and activations, beside float32 main weights in the optimizer."""
+    accumulate_allreduce_grads_in_fp32: bool = True
+    """With bf16: gradients are summed and reduced in float32."""
+    recompute_granularity: str | None = None
+    """None: keep all activations; 'full' layers or 'selective' parts are computed again."""
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's own configuration classes, by name (`trainer.megatron_args`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +248,23 @@ def settings_record(
             if (value := getattr(settings, f.name)) != f.default or f.name in _ALWAYS
         }
         for name, settings in (("algorithm", algorithm), ("optimizer", optimizer), ("sizes", sizes))
+    }
+
+
+def layout_record(parallel: ParallelSettings) -> dict[str, Any]:
+    """The layout of a step as it records it (`step_committed.layout`), on the same terms."""
+    always = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    }
+    default = ParallelSettings()
+    return {
+        f.name: value
+        for f in fields(parallel)
+        if (value := getattr(parallel, f.name)) != getattr(default, f.name) or f.name in always
     }
 
 

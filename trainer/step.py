@@ -27,7 +27,7 @@ from trainer.batch import Batch, batch_digest
 from trainer.micro_step import Outcome, Signals, forward_backward, join
 from trainer.microbatch import MicroBatch, cut, partition
 from trainer.scoring import response_log_probs
-from trainer.settings import AlgorithmSettings, BatchSettings, settings_record
+from trainer.settings import AlgorithmSettings, BatchSettings, layout_record, settings_record
 from trainer.state import TrainState
 from trainer.step_check import check_step
 from trainer.step_events import micro_batch_digests, signal_events, step_metrics, weights_event
@@ -132,7 +132,7 @@ def run_step(
         micro_batch_width=plan.width,
         settings_id=settings_id,
         settings=settings,
-        layout=canonical_json({"parallel": state.parallel, "data_parallel_size": 1}),
+        layout=canonical_json({"parallel": layout_record(state.parallel), "data_parallel_size": 1}),
         learning_rate=learning_rate,
         loss=outcome.loss,
         grad_norm=grad_norm,

@@ -8,6 +8,7 @@ from functools import lru_cache
 import pytest
 
 from tests.trainer.megatron_models import Tiny, make
+from tests.trainer.ranks.pair import Pair
 from trainer.settings import ParallelSettings
 
 
@@ -28,3 +29,11 @@ def tiny(
 ) -> Callable[[str], Tiny]:
     """Kind → Hugging Face model and folder, made once."""
     return lru_cache(lambda kind: make(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pair]:
+    """Two processes in one world; tests that use it belong to the xdist group "ranks"."""
+    pair = Pair()
+    yield pair
+    pair.close()

@@ -50,10 +50,10 @@ def test_the_type_of_tensors_is_changed_only_for_the_optimizer() -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_a_layout_that_is_not_built_is_refused() -> None:
+def test_a_layout_that_one_process_cannot_form_is_refused() -> None:
     from trainer.parallel import initialize
 
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size"):
+    with pytest.raises(ValueError, match="tensor × pipeline"):
         initialize(
             ParallelSettings(tensor_model_parallel_size=2),
             seed=0,

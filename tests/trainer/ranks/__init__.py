@@ -1,0 +1,1 @@
+"""Checks that need two ranks. `tests.trainer.ranks.pair` says how to write one."""
