@@ -33,6 +33,7 @@ __all__ = [
     "type_name",
     "upcast",
     "with_null_column",
+    "with_null_columns",
 ]
 
 KIND = b"ledger.event"
@@ -41,8 +42,22 @@ FIELD_ID = b"ledger.field_id"
 
 Upcaster = Callable[[pa.Table], pa.Table]
 
-UPCASTS: dict[tuple[str, int], Upcaster] = {}
-"""(kind, n) → function that raises a table of layout n to n + 1. Empty: all layouts are 1."""
+
+def with_null_columns(table: pa.Table) -> pa.Table:
+    """The upcaster of a layout whose successor only adds nullable columns: they are all NULL."""
+    kind, layout = table_kind(table), table_layout(table)
+    cls: Any = event_class(kind, layout)
+    for c in _columns(cls, layout + 1):
+        if c.since == layout + 1:
+            table = with_null_column(table, c.name, c.type)
+    return table
+
+
+UPCASTS: dict[tuple[str, int], Upcaster] = {
+    ("signal_recorded", 1): with_null_columns,
+    ("step_committed", 1): with_null_columns,
+}
+"""(kind, n) → function that raises a table of layout n to n + 1."""
 
 
 def require_kinds(kinds: Collection[str] | None) -> None:

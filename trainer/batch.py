@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from ledger.errors import InvalidArgument, explain
 from ledger.views import TableSource
 from trainer.batch_pieces import read_pieces
 from trainer.batch_routing import read_routing
+from trainer.batch_rows import distinct_samples
 from trainer.batch_scores import read_scores
 
 __all__ = ["Batch", "batch_digest", "load_batch"]
@@ -76,18 +76,7 @@ def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int6
             with sample and offsets; segments of a sample that disagree on how log-probabilities
             were taken.
     """
-    indices_B = np.asarray(indices, dtype=np.int64)
-    distinct, counts = np.unique(indices_B, return_counts=True)
-    if len(indices_B) == 0 or counts.max() > 1:
-        raise InvalidArgument(
-            explain(
-                "loading the batch of a step",
-                expected="one sample or more, each once",
-                found=f"samples twice or more: {distinct[counts > 1].tolist()}"
-                if len(indices_B)
-                else "none",
-            )
-        )
+    indices_B = distinct_samples(indices)
     pieces = read_pieces(reader, indices_B)
     scores = read_scores(reader, indices_B, pieces.rollout_id_B)
     lengths_B = pieces.prompt_lengths_B + pieces.response_lengths_B

@@ -1,6 +1,7 @@
 """The trainer's forward: log-probabilities of the tokens that are there.
 
-Axis suffixes: B rows, T tokens of prompt and response (padding included), V vocabulary.
+Axis suffixes: B rows, T tokens of prompt and response (padding included), n the response tokens of
+a micro-batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,9 +15,81 @@ from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
 from trainer.megatron import unwrap
+from trainer.microbatch import MicroBatch
+from trainer.parallel import device
 from trainer.routing_replay import is_moe, recording, replaying
 
-__all__ = ["logits_of", "recorded_routing", "token_log_probs"]
+__all__ = [
+    "log_probs_at",
+    "logits_of",
+    "micro_output",
+    "recorded_routing",
+    "token_log_probs",
+]
+
+
+def micro_output(model: Any, micro: MicroBatch, *, free_routing: bool = False) -> Tensor:
+    """What `model` (one pipeline stage of it) gives for a micro-batch.
+
+    The last stage gives logits [B, T, V], the others hidden states for the next stage. Experts are
+    those recorded; the model's own routers choose only with `free_routing=True` (for a reference
+    model, which has routers of its own).
+
+    Raises InvalidArgument where an MoE model gets neither, a dense model gets ids, or shapes or ids
+    cannot be.
+    """
+    tokens_BT = torch.from_numpy(micro.tokens_BT).to(device())
+    expert_ids = None
+    if micro.expert_ids is not None and not free_routing:
+        expert_ids = torch.from_numpy(micro.expert_ids.astype("int64")).to(device())
+    _check_tokens(model, tokens_BT)
+    _check_routing(model, expert_ids, free_routing)
+    routed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if expert_ids is not None:
+        routed = replaying(model, expert_ids, tokens_BT.shape)
+    with routed:
+        return logits_of(model, tokens_BT)
+
+
+def log_probs_at(
+    logits_BTV: Tensor,
+    micro: MicroBatch,
+    *,
+    temperature: float,
+    want_entropy: bool = False,
+    entropy_gradient: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability [n] of each response token, and the entropy [n] of what it was drawn from.
+
+    Both float32, the entropy in nats, or None where it is not asked for. Only the columns that are
+    about response tokens go through the softmax, the largest array here. A gradient flows where
+    gradients are enabled, into the entropy only with `entropy_gradient`.
+
+    The arithmetic is `log_softmax(logits / temperature)` and a gather, in float32, so that an
+    engine which does the same on bitwise equal logits gets bitwise equal numbers.
+    """
+    columns_n = torch.from_numpy(micro.columns_n).to(logits_BTV.device)
+    targets_n = torch.from_numpy(micro.targets_n).to(logits_BTV.device)
+    scaled_nV = logits_BTV.flatten(0, 1).index_select(0, columns_n)
+    return _log_probs(scaled_nV, targets_n, temperature, want_entropy, entropy_gradient)
+
+
+def _log_probs(
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    temperature: float,
+    want_entropy: bool,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if temperature != 1.0:
+        logits_nV = logits_nV / temperature
+    log_probs_nV = torch.log_softmax(logits_nV.float(), dim=-1)
+    log_probs_n = log_probs_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)
+    if not want_entropy:
+        return log_probs_n, None
+    # Where only the number is wanted, a graph would hold two more arrays of logits' size.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        return log_probs_n, -(log_probs_nV.exp() * log_probs_nV).sum(dim=-1)
 
 
 def token_log_probs(
@@ -28,44 +101,39 @@ def token_log_probs(
     want_entropy: bool = False,
     entropy_gradient: bool = True,
     free_routing: bool = False,
-    first_column: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each token after those before it, and the entropy where asked for.
 
-    `tokens_BT` is int64 [B, T], padded on the right with any id: padding reaches no column of a
-    real token. `temperature` divides the logits. Returns float32 `log_probs` [B,
-    T-1-first_column]: column j is ln p(tokens[:, t+1] | tokens[:, :t+1]) at t = first_column + j;
-    and the entropy of the same distributions in nats, of the same shape, or None. `first_column`
-    leaves out columns that nobody wants (a prompt common to all rows) before the softmax over the
-    vocabulary, the largest array here; the columns that are left keep their bits. A gradient
-    flows where gradients are enabled, into the entropy only with `entropy_gradient`.
-
-    The arithmetic is `log_softmax(logits / temperature)` and a gather, in float32, so that an
-    engine which does the same on bitwise equal logits gets bitwise equal numbers.
-
-    With experts, `expert_ids` [B, T-1, MoE layers, K] are replayed. Routing freely must be asked
-    for by `free_routing=True`.
+    For a model on one rank. `tokens_BT` is int64 [B, T], padded on the right with any id: padding
+    reaches no column of a real token. Returns float32 [B, T-1] twice, or None for the entropy:
+    column t is about tokens[:, t+1]. The arithmetic is that of `log_probs_at`. With experts,
+    `expert_ids` [B, T-1, MoE layers, K] are replayed; routing freely must be asked for by
+    `free_routing=True`.
 
     Raises InvalidArgument where an MoE model gets neither, a dense model gets ids, or shapes, ids
     or temperature cannot be.
     """
-    _check(model, tokens_BT, temperature, expert_ids, free_routing, first_column)
+    _check_tokens(model, tokens_BT)
+    _check_routing(model, expert_ids, free_routing)
+    if not temperature > 0:
+        raise _wrong("temperature", "above 0", temperature)
     routed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if expert_ids is not None:
-        routed = replaying(model, expert_ids, tokens_BT.shape)
+        # The last token of a row has no recorded experts: nothing is predicted from it.
+        whole = torch.cat([expert_ids, expert_ids[:, -1:]], dim=1)
+        routed = replaying(model, whole, tokens_BT.shape)
     with routed:
         logits_BTV = logits_of(model, tokens_BT)
-    scaled = logits_BTV[:, first_column:-1]
-    if temperature != 1.0:
-        scaled = scaled / temperature
-    log_probs_BTV = torch.log_softmax(scaled.float(), dim=-1)
-    targets = tokens_BT[:, first_column + 1 :, None]
-    log_probs = log_probs_BTV.gather(-1, targets).squeeze(-1)
-    if not want_entropy:
-        return log_probs, None
-    # Where only the number is wanted, a graph would hold two more arrays of logits' size.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-        return log_probs, -(log_probs_BTV.exp() * log_probs_BTV).sum(dim=-1)
+    rows, width = tokens_BT.shape
+    log_probs, entropy = _log_probs(
+        logits_BTV[:, :-1].flatten(0, 1),
+        tokens_BT[:, 1:].flatten(),
+        temperature,
+        want_entropy,
+        entropy_gradient,
+    )
+    shape = (rows, width - 1)
+    return log_probs.view(shape), None if entropy is None else entropy.view(shape)
 
 
 def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
@@ -102,14 +170,7 @@ def _causal_mask(width: int, device: torch.device) -> Tensor:
     return torch.triu(ones, diagonal=1)
 
 
-def _check(
-    model: Any,
-    tokens_BT: Tensor,
-    temperature: float,
-    expert_ids: Tensor | None,
-    free_routing: bool,
-    first_column: int,
-) -> None:
+def _check_tokens(model: Any, tokens_BT: Tensor) -> None:
     if tokens_BT.dim() != 2 or tokens_BT.dtype != torch.int64 or tokens_BT.shape[1] < 2:
         raise _wrong(
             "tokens", "int64 [B, T] with T ≥ 2", f"{tokens_BT.dtype} {tuple(tokens_BT.shape)}"
@@ -118,10 +179,9 @@ def _check(
     low, high = int(tokens_BT.min()), int(tokens_BT.max())
     if low < 0 or high >= vocab_size:
         raise _wrong("tokens", f"ids in [0, {vocab_size})", f"{low} … {high}")
-    if not temperature > 0:
-        raise _wrong("temperature", "above 0", temperature)
-    if not 0 <= first_column < tokens_BT.shape[1] - 1:
-        raise _wrong("first_column", f"in [0, {tokens_BT.shape[1] - 1})", first_column)
+
+
+def _check_routing(model: Any, expert_ids: Tensor | None, free_routing: bool) -> None:
     if is_moe(model):
         if (expert_ids is None) != free_routing:
             raise _wrong(

@@ -1,13 +1,12 @@
 """Forward and backward of a step, micro-batch by micro-batch, through Megatron's schedule.
 
-[B, C] stands for rows and the columns from `first_column` on, n for the response tokens of one
-micro-batch, N for those of the step.
+M micro-batches; n response tokens of one of them, N those of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, cast
 
@@ -19,16 +18,15 @@ from torch import Tensor
 from trainer.algorithms.kl import approximate_kl
 from trainer.algorithms.losses import LossInputs, policy_loss
 from trainer.batch import Batch
-from trainer.forward import token_log_probs
+from trainer.forward import log_probs_at, micro_output
 from trainer.megatron import get_forward_backward_func
 from trainer.microbatch import MicroBatch
-from trainer.parallel import device
+from trainer.ranks import data_parallel_size, is_last_stage, share
 from trainer.routing_replay import finish_backward, is_moe
-from trainer.scoring import first_column, routing_of
 from trainer.settings import AlgorithmSettings
 from trainer.state import TrainState
 
-__all__ = ["Outcome", "Signals", "forward_backward", "join"]
+__all__ = ["Outcome", "Signals", "forward_backward"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -47,26 +45,43 @@ class Signals:
 class Outcome:
     """What the training forward gave for the response tokens of a micro-batch, or of the step."""
 
-    loss: float
-    """The share of the step's loss: the shares of all micro-batches add up to it."""
+    losses_M: npt.NDArray[np.float64]
+    """[M] Each micro-batch's share of the step's loss: the shares add up to it. Of a micro-batch:
+    its own."""
     log_probs_N: npt.NDArray[np.float32]
     entropy_N: npt.NDArray[np.float32]
     """Of the distribution that each token was drawn from, in nats."""
     policy_loss_N: npt.NDArray[np.float32]
     kl_N: npt.NDArray[np.float32]
     """KL to the reference by `kl_loss_type`; zeros without a reference."""
-    clipped_low_N: npt.NDArray[np.bool_]
-    clipped_high_N: npt.NDArray[np.bool_]
+    clipped_low_N: npt.NDArray[np.bool_] = field(metadata={"dtype": np.bool_})
+    clipped_high_N: npt.NDArray[np.bool_] = field(metadata={"dtype": np.bool_})
+
+    @property
+    def loss(self) -> float:
+        """The loss of the step: the shares of the micro-batches, added up in their order."""
+        return float(sum(self.losses_M.tolist()))
 
 
-def join(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of the step from those of its micro-batches, in order."""
-    arrays = {
-        field.name: np.concatenate([getattr(outcome, field.name) for outcome in outcomes])
-        for field in fields(Outcome)
-        if field.name != "loss"
-    }
-    return Outcome(loss=float(sum(outcome.loss for outcome in outcomes)), **arrays)
+def _shared(
+    outcomes: Sequence[Outcome], micros: Sequence[MicroBatch], n_micro: int, n_tokens: int
+) -> Outcome:
+    """The outcome of the step on every rank, from those of each rank's micro-batches."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    responses = [micro.responses for micro in micros]
+    for one in fields(Outcome):
+        whole: npt.NDArray[Any]
+        if one.name == "losses_M":
+            whole = np.zeros(n_micro, np.float64)
+            places = [slice(micro.number, micro.number + 1) for micro in micros]
+        else:
+            whole = np.zeros(n_tokens, one.metadata.get("dtype", np.float32))
+            places = responses
+        if is_last_stage():
+            for place, outcome in zip(places, outcomes, strict=True):
+                whole[place] = getattr(outcome, one.name)
+        arrays[one.name] = share(whole, places)
+    return Outcome(**arrays)
 
 
 def forward_backward(
@@ -75,46 +90,42 @@ def forward_backward(
     algorithm: AlgorithmSettings,
     micros: Sequence[MicroBatch],
     signals: Signals,
-) -> list[Outcome]:
-    """Leave the gradients of the step's loss in `state`; one outcome a micro-batch.
+    *,
+    n_micro: int,
+) -> Outcome:
+    """Leave the gradients of the step's loss in `state`; returns what came out, on every rank.
 
-    Loss = Σ_t w_t · (policy_loss_t − entropy_coef · H_t + kl_loss_coef · kl_t).
+    Loss = Σ_t w_t · (policy_loss_t − entropy_coef · H_t + kl_loss_coef · kl_t). `micros` are this
+    rank's of the `n_micro` micro-batches of the step.
     """
-    column = first_column(batch)
     state.zero_grad()
+    # Megatron averages over the micro-batches of a rank and over the data-parallel ranks; our
+    # weights have done all averaging.
+    scale = len(micros) * data_parallel_size()
 
     def forward_step(
         source: Iterator[MicroBatch], model: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Outcome]]]:
         micro = next(source)
-        log_probs_BC, entropy_BC = token_log_probs(
-            model,
-            torch.from_numpy(micro.tokens_BT).to(device()),
-            temperature=algorithm.rollout_temperature,
-            expert_ids=routing_of(micro),
-            want_entropy=True,
-            entropy_gradient=algorithm.entropy_coef != 0,
-            first_column=column,
-        )
-        loss_of = partial(
-            _loss, batch, algorithm, signals, micro, column, len(micros), cast(Tensor, entropy_BC)
-        )
-        return log_probs_BC, loss_of
+        output = micro_output(model, micro)
+        return output, partial(_loss, batch, algorithm, signals, micro, scale)
 
+    chunks = state.chunks
     try:
         outcomes: list[Outcome] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micros),
-            model=state.chunks,
+            data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
+            model=chunks,
             num_microbatches=len(micros),
             seq_length=micros[0].tokens_BT.shape[1],
             micro_batch_size=micros[0].tokens_BT.shape[0],
             forward_only=False,
         )
     finally:
-        if is_moe(state.model):
-            finish_backward(state.model)
-    return outcomes
+        for chunk in chunks:
+            if is_moe(chunk):
+                finish_backward(chunk)
+    return _shared(outcomes, micros, n_micro, len(batch.sampled_N))
 
 
 def _loss(
@@ -122,63 +133,69 @@ def _loss(
     algorithm: AlgorithmSettings,
     signals: Signals,
     micro: MicroBatch,
-    column: int,
-    n_micro: int,
-    entropy_BC: Tensor,
-    log_probs_BC: Tensor,
+    scale: int,
+    logits: Tensor,
 ) -> tuple[Tensor, Outcome]:
-    """What Megatron's schedule calls on the output of the forward."""
-    sampled_N = batch.sampled_N > 0
+    """What Megatron's schedule calls on the output of the last stage."""
+    log_probs_n, entropy = log_probs_at(
+        logits,
+        micro,
+        temperature=algorithm.rollout_temperature,
+        want_entropy=True,
+        entropy_gradient=algorithm.entropy_coef != 0,
+    )
+    entropy_n = cast(Tensor, entropy)
+    sampled_n = batch.sampled_N[micro.responses] > 0
 
-    def placed(values_N: npt.NDArray[np.float32]) -> Tensor:
+    def placed(values_N: npt.NDArray[Any]) -> Tensor:
         # NaN where nothing was sampled would go through a product with a zero weight.
-        clean_N = np.where(sampled_N, values_N, np.float32(0))
-        return torch.from_numpy(micro.place(clean_N)[:, column:]).to(log_probs_BC.device)
+        clean_n = np.where(sampled_n, values_N[micro.responses], np.float32(0))
+        return torch.from_numpy(clean_n).to(log_probs_n.device)
 
-    def taken(values_BC: Tensor) -> npt.NDArray[Any]:
-        return values_BC.detach().cpu().numpy()[micro.response_BT[:, column:]]
-
-    weights_BC = placed(signals.weights_N)
-    in_loss_BC = weights_BC > 0
-    current_BC = log_probs_BC.detach()
+    weights_n = placed(signals.weights_N)
+    in_loss_n = weights_n > 0
+    current_n = log_probs_n.detach()
 
     def beside_current(values_N: npt.NDArray[np.float32]) -> Tensor:
         # The current log-prob itself where the token is in no loss: a ratio that overflows there
         # would make the gradient 0 · ∞.
-        return torch.where(in_loss_BC, placed(values_N), current_BC)
+        return torch.where(in_loss_n, placed(values_N), current_n)
 
-    old_BC = current_BC
+    old_n = current_n
     if signals.old_log_probs_N is not None:
-        old_BC = beside_current(signals.old_log_probs_N)
-    result = policy_loss(
-        LossInputs(
-            log_probs_BT=log_probs_BC,
-            old_log_probs_BT=old_BC,
-            rollout_log_probs_BT=beside_current(batch.rollout_log_probs_N),
-            advantages_BT=placed(signals.advantages_N),
-            mask_BT=in_loss_BC,
-        ),
-        algorithm,
+        old_n = beside_current(signals.old_log_probs_N)
+    inputs = LossInputs(
+        log_probs_N=log_probs_n,
+        old_log_probs_N=old_n,
+        rollout_log_probs_N=beside_current(batch.rollout_log_probs_N),
+        advantages_N=placed(signals.advantages_N),
+        mask_N=in_loss_n,
+        sequence_N=torch.from_numpy(micro.sample_n).to(log_probs_n.device),
+        n_sequences=micro.samples.stop - micro.samples.start,
     )
-    token_loss_BC = result.loss_BT
+    result = policy_loss(inputs, algorithm)
+    token_loss_n = result.loss_N
     if algorithm.entropy_coef != 0:
-        token_loss_BC = token_loss_BC - algorithm.entropy_coef * entropy_BC
-    kl_BC = torch.zeros_like(log_probs_BC)
+        token_loss_n = token_loss_n - algorithm.entropy_coef * entropy_n
+    kl_n = torch.zeros_like(current_n)
     if signals.ref_log_probs_N is not None:
-        kl_BC = approximate_kl(
-            log_probs_BC, beside_current(signals.ref_log_probs_N), algorithm.kl_loss_type
+        kl_n = approximate_kl(
+            log_probs_n, beside_current(signals.ref_log_probs_N), algorithm.kl_loss_type
         )
     if algorithm.kl_loss_coef != 0:
-        token_loss_BC = token_loss_BC + algorithm.kl_loss_coef * kl_BC
-    loss = (weights_BC * token_loss_BC).sum()
+        token_loss_n = token_loss_n + algorithm.kl_loss_coef * kl_n
+    loss = (weights_n * token_loss_n).sum()
+
+    def taken(values_n: Tensor) -> npt.NDArray[Any]:
+        return values_n.detach().cpu().numpy()
+
     outcome = Outcome(
-        loss=float(loss.detach()),
-        log_probs_N=taken(log_probs_BC),
-        entropy_N=taken(entropy_BC),
-        policy_loss_N=taken(result.loss_BT),
-        kl_N=taken(kl_BC),
-        clipped_low_N=taken(result.clipped_low_BT),
-        clipped_high_N=taken(result.clipped_high_BT),
+        losses_M=np.array([float(loss.detach())]),
+        log_probs_N=taken(log_probs_n),
+        entropy_N=taken(entropy_n),
+        policy_loss_N=taken(result.loss_N),
+        kl_N=taken(kl_n),
+        clipped_low_N=taken(result.clipped_low_N),
+        clipped_high_N=taken(result.clipped_high_N),
     )
-    # The schedule divides by the number of micro-batches; our weights have done all averaging.
-    return loss * n_micro, outcome
+    return loss * scale, outcome

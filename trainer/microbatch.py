@@ -1,10 +1,11 @@
-"""Cuts the batch of a step into micro-batches of one shape [rows, width], padded on the right.
+"""Cuts the batch of a step into micro-batches. Which sample is where is a recorded decision.
 
-The shape is the same for all of them, because bits may depend on it. Which samples a micro-batch
-holds, and on which data-parallel rank it runs, is a recorded decision (`step_committed`).
+By default every sample is a row, and all micro-batches have one shape [rows, width], padded on the
+right, because bits may depend on the shape. Packed micro-batches have one row each, in which the
+samples follow each other.
 
-M micro-batches, B samples, N response tokens, T = width, the tokens of a row. Column t of the
-predictions [rows, T-1] is about token t + 1.
+M micro-batches, B samples, N response tokens of the step, n of a micro-batch; T = width, the tokens
+of a row, padding included. L MoE layers, K experts a token.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ledger.errors import InvalidArgument, explain
+from ledger.events import StepCommitted
 from trainer.batch import Batch
+from trainer.settings import BatchSettings
 
-__all__ = ["MicroBatch", "Partition", "cut", "partition"]
+__all__ = ["MicroBatch", "Partition", "cut", "partition", "partition_for", "recorded_partition"]
 
 PADDING_ID = 0
 """Any id will do: padding on the right reaches no column of a real token."""
@@ -26,14 +29,20 @@ PADDING_ID = 0
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Partition:
-    """Which samples go together, as `step_committed` records it."""
+    """Which samples go together, in which order, and where, as `step_committed` records it."""
 
+    order_B: npt.NDArray[np.int64]
+    """[B] Place p of the training order is taken by sample order_B[p] of those asked for."""
     offsets_M: npt.NDArray[np.int32]
-    """[M+1] Micro-batch m is samples offsets[m]..offsets[m+1] of the batch."""
+    """[M+1] Micro-batch m is places offsets[m]..offsets[m+1] of the training order."""
     ranks_M: npt.NDArray[np.int32]
     """[M] Data-parallel rank of each micro-batch."""
     rows: int
-    width: int
+    """Rows of a micro-batch; 1 where samples are packed."""
+    widths_M: npt.NDArray[np.int32]
+    """[M] Tokens of a row, padding included: all alike where samples are not packed."""
+    packed: bool
+    """Whether the samples of a micro-batch follow each other in its one row."""
 
     def of_rank(self, rank: int) -> list[int]:
         """The micro-batches of a data-parallel rank, in order."""
@@ -42,26 +51,29 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MicroBatch:
-    """One micro-batch. Rows beyond its samples are empty: padding only, all masks False."""
+    """One micro-batch. What is not a sample's token is padding: in no column that is read."""
 
+    number: int
+    """m, its number in the step."""
     samples: slice
-    """Its samples in the batch."""
+    """Its samples in the batch, which is in training order."""
     responses: slice
     """Their response tokens in every array [N] of the batch."""
     tokens_BT: npt.NDArray[np.int64]
-    response_BT: npt.NDArray[np.bool_]
-    """[rows, T-1] True in the columns that predict response tokens: their True places, row by row,
-    are the tokens of `responses`, in order."""
+    positions_BT: npt.NDArray[np.int64]
+    """Position of each token within its sample."""
+    sequence_starts: npt.NDArray[np.int32] | None
+    """[S+1] Where the samples of a packed row begin, then where the last ends; the padding after
+    it is no sample. None where every row is a sample."""
+    columns_n: npt.NDArray[np.int64]
+    """[n] Which logits are about each response token: row · T + column."""
+    targets_n: npt.NDArray[np.int64]
+    """[n] The response tokens."""
+    sample_n: npt.NDArray[np.int64]
+    """[n] Number of each token's sample within the micro-batch, from 0, ascending."""
     expert_ids: npt.NDArray[np.integer] | None
-    """[rows, T-1, MoE layers, K]; 0, 1, …, K-1 in padding."""
-
-    def place(
-        self, values_N: npt.NDArray[np.generic], *, fill: float = 0.0
-    ) -> npt.NDArray[np.generic]:
-        """[rows, T-1] The values of this micro-batch's response tokens in their columns."""
-        out_BT = np.full(self.response_BT.shape, fill, values_N.dtype)
-        out_BT[self.response_BT] = values_N[self.responses]
-        return out_BT
+    """[rows, T, L, K] Recorded experts. The last token of a sample, whose experts nobody recorded
+    because no prediction comes from it, has those of the token before; padding has 0, 1, …, K-1."""
 
 
 def partition(
@@ -112,47 +124,109 @@ def partition(
         )
     offsets_M = np.minimum(np.arange(n_micro + 1) * micro_batch_size, n_samples)
     return Partition(
+        order_B=np.arange(n_samples),
         offsets_M=offsets_M.astype(np.int32),
         ranks_M=(np.arange(n_micro) // (n_micro // data_parallel_size)).astype(np.int32),
         rows=micro_batch_size,
-        width=longest if seq_length is None else seq_length,
+        widths_M=np.full(n_micro, longest if seq_length is None else seq_length, np.int32),
+        packed=False,
+    )
+
+
+def partition_for(
+    lengths_B: npt.NDArray[np.int64],
+    indices_B: npt.NDArray[np.int64],
+    sizes: BatchSettings,
+    *,
+    data_parallel_size: int = 1,
+) -> Partition:
+    """The partition that the settings ask for: a function of the arguments alone.
+
+    Raises InvalidArgument as the partition of its kind does.
+    """
+    return partition(
+        lengths_B,
+        indices_B,
+        micro_batch_size=sizes.micro_batch_size,
+        seq_length=sizes.seq_length,
+        data_parallel_size=data_parallel_size,
+    )
+
+
+def recorded_partition(step: StepCommitted) -> Partition:
+    """The partition of a recorded step, over its samples in training order."""
+    widths_M = step.micro_batch_widths
+    n_micro = len(step.micro_batch_ranks)
+    return Partition(
+        order_B=np.arange(len(step.indices)),
+        offsets_M=step.micro_batch_offsets,
+        ranks_M=step.micro_batch_ranks,
+        rows=step.micro_batch_rows,
+        widths_M=np.full(n_micro, step.micro_batch_width, np.int32)
+        if widths_M is None
+        else widths_M,
+        packed=widths_M is not None,
     )
 
 
 def cut(batch: Batch, plan: Partition, micro_batches: Sequence[int]) -> list[MicroBatch]:
-    """The micro-batches numbered `micro_batches`, as arrays to be fed to the model."""
+    """The micro-batches numbered `micro_batches`, as arrays to be fed to the model.
+
+    `batch` is in training order.
+    """
     return [_cut_one(batch, plan, m) for m in micro_batches]
 
 
 def _cut_one(batch: Batch, plan: Partition, m: int) -> MicroBatch:
     first, last = int(plan.offsets_M[m]), int(plan.offsets_M[m + 1])
+    rows, width = plan.rows, int(plan.widths_M[m])
     offsets_T, offsets_N = batch.offsets_T, batch.offsets_N
-    lengths_B = np.zeros(plan.rows, np.int64)
-    lengths_B[: last - first] = np.diff(offsets_T[first : last + 1])
-    prompts_B = np.zeros(plan.rows, np.int64)
-    prompts_B[: last - first] = batch.prompt_lengths_B[first:last]
-    columns_T = np.arange(plan.width)
-    tokens_BT = np.full((plan.rows, plan.width), PADDING_ID, np.int64)
-    tokens_BT[columns_T < lengths_B[:, None]] = batch.tokens_T[offsets_T[first] : offsets_T[last]]
-    about_T = columns_T[1:]  # the token that each column predicts
-    response_BT = (about_T >= prompts_B[:, None]) & (about_T < lengths_B[:, None])
+    lengths_S = np.diff(offsets_T[first : last + 1])
+    responses_S = batch.response_lengths_B[first:last]
+    # Where each sample begins in the flattened [rows · T].
+    starts_S = np.arange(last - first) * width
+    if plan.packed:
+        starts_S = np.cumsum(lengths_S) - lengths_S
+    within_T = np.arange(lengths_S.sum()) - np.repeat(np.cumsum(lengths_S) - lengths_S, lengths_S)
+    places_T = np.repeat(starts_S, lengths_S) + within_T
+    tokens_BT = np.full(rows * width, PADDING_ID, np.int64)
+    tokens_BT[places_T] = batch.tokens_T[offsets_T[first] : offsets_T[last]]
+    if plan.packed:
+        positions_BT = np.zeros(rows * width, np.int64)
+        positions_BT[places_T] = within_T
+    else:
+        positions_BT = np.tile(np.arange(width), rows)
+    within_n = np.arange(responses_S.sum()) - np.repeat(
+        np.cumsum(responses_S) - responses_S, responses_S
+    )
+    # The token before the first of the response predicts it.
+    columns_n = np.repeat(starts_S + lengths_S - responses_S - 1, responses_S) + within_n
     return MicroBatch(
+        number=m,
         samples=slice(first, last),
         responses=slice(int(offsets_N[first]), int(offsets_N[last])),
-        tokens_BT=tokens_BT,
-        response_BT=response_BT,
-        expert_ids=_pad_routing(batch, plan, first, last),
+        tokens_BT=tokens_BT.reshape(rows, width),
+        positions_BT=positions_BT.reshape(rows, width),
+        sequence_starts=np.append(starts_S, lengths_S.sum()).astype(np.int32)
+        if plan.packed
+        else None,
+        columns_n=columns_n,
+        targets_n=tokens_BT[columns_n + 1],
+        sample_n=np.repeat(np.arange(last - first), responses_S),
+        expert_ids=_place_routing(batch, first, last, starts_S, rows, width),
     )
 
 
-def _pad_routing(
-    batch: Batch, plan: Partition, first: int, last: int
+def _place_routing(
+    batch: Batch, first: int, last: int, starts_S: npt.NDArray[np.int64], rows: int, width: int
 ) -> npt.NDArray[np.integer] | None:
     if batch.expert_ids is None:
         return None
     layers, topk = batch.expert_ids[first].shape[1:]
-    out = np.empty((plan.rows, plan.width - 1, layers, topk), batch.expert_ids[first].dtype)
+    out = np.empty((rows * width, layers, topk), batch.expert_ids[first].dtype)
     out[...] = np.arange(topk)  # padding: any experts, but different ones
-    for row, ids in enumerate(batch.expert_ids[first:last]):
-        out[row, : len(ids)] = ids
-    return out
+    for start, ids in zip(starts_S.tolist(), batch.expert_ids[first:last], strict=True):
+        if len(ids):
+            out[start : start + len(ids)] = ids
+            out[start + len(ids)] = ids[-1]
+    return out.reshape(rows, width, layers, topk)

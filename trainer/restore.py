@@ -23,6 +23,7 @@ from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import check_files
 from trainer.compare import Divergence, compare_signals, compare_steps, records_of_event
 from trainer.history import History
+from trainer.microbatch import recorded_partition
 from trainer.model import build_model, read_config
 from trainer.reconfigure import reconfigure
 from trainer.settings import AlgorithmSettings, OptimizerSettings, ParallelSettings
@@ -169,6 +170,7 @@ def _replay_groups(
                 weight_version_in=one.weight_version_in,
                 weight_version_out=one.weight_version_out,
                 indices=one.indices,
+                partition=recorded_partition(one),
             )
             for one in recorded
         ]

@@ -56,12 +56,11 @@ def recording(model: Any) -> Iterator[list[Tensor]]:
 
 @contextlib.contextmanager
 def replaying(model: Any, expert_ids: Tensor, tokens_shape: torch.Size) -> Iterator[None]:
-    """Within it, one forward of `model` routes by `expert_ids` [B, T-1, layers, K].
+    """Within it, one forward of `model` routes by `expert_ids` [B, T, layers, K].
 
-    Row t is the choice for token t; the last token of each row has none, because it is never fed
-    to the engine, and gets that of the token before: in a causal model without capacity limits
-    its route reaches no log-probability of a token that exists. Rows of padding need ids too, for
-    the same reason any valid ones.
+    Column t is the choice for token t. The last token of a sample, which is never fed to the
+    engine, and padding need ids too, any valid ones: in a causal model without capacity limits
+    their route reaches no log-probability of a token that exists.
 
     Where activations are recomputed in the backward, the ids stay until `finish_backward`.
 
@@ -102,9 +101,9 @@ def _by_layer(
 ) -> list[Tensor]:
     config = unwrap(model).config
     rows, width = tokens_shape
-    expected = (rows, width - 1, layers, config.moe_router_topk)
+    expected = (rows, width, layers, config.moe_router_topk)
     if tuple(expert_ids.shape) != expected:
-        raise _wrong("expert_ids", f"shape {expected}: [B, T-1, MoE layers, K]", expert_ids.shape)
+        raise _wrong("expert_ids", f"shape {expected}: [B, T, MoE layers, K]", expert_ids.shape)
     ids = expert_ids.to(torch.int64)
     if ids.numel():
         low, high = int(ids.min()), int(ids.max())
@@ -119,7 +118,6 @@ def _by_layer(
                 f"{config.moe_router_topk} different experts a token and layer",
                 f"{ids[row, token, layer].tolist()} at row {row}, token {token}, layer {layer}",
             )
-    ids = torch.cat([ids, ids[:, -1:]], dim=1)  # [B, T, layers, K]
     return [
         ids[:, :, layer].transpose(0, 1).reshape(rows * width, -1).contiguous()
         for layer in range(layers)

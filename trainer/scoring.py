@@ -6,85 +6,85 @@ as in its training forward: same micro-batches, same columns, same routing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from trainer.batch import Batch
-from trainer.forward import token_log_probs
-from trainer.microbatch import MicroBatch, cut, partition
-from trainer.parallel import device
+from trainer.forward import log_probs_at, micro_output
+from trainer.megatron import get_forward_backward_func
+from trainer.microbatch import MicroBatch, Partition, cut
+from trainer.ranks import data_parallel_rank, is_last_stage, share
 from trainer.routing_replay import finish_backward, is_moe
-from trainer.settings import AlgorithmSettings, BatchSettings
+from trainer.settings import AlgorithmSettings
 from trainer.state import TrainState
 
-__all__ = ["first_column", "response_log_probs", "routing_of", "score_policy"]
+__all__ = ["response_log_probs", "score_policy"]
 
 
 def score_policy(
-    state: TrainState, batch: Batch, algorithm: AlgorithmSettings, sizes: BatchSettings
+    state: TrainState, batch: Batch, plan: Partition, algorithm: AlgorithmSettings
 ) -> npt.NDArray[np.float32]:
     """The policy's log-probs [N] of a batch as it is now; NaN where nothing was sampled.
 
     With several optimizer steps a rollout, call it for the batch of each before the first of them,
-    and hand the results to `run_step` as `old_log_probs_N`.
-
-    Raises InvalidArgument as `run_step` does for the batch.
+    and hand the results to `run_step` as `old_log_probs_N`. `plan` is the step's partition; `batch`
+    is in its order.
     """
-    plan = partition(
-        batch.prompt_lengths_B + batch.response_lengths_B,
-        batch.indices_B,
-        micro_batch_size=sizes.micro_batch_size,
-        seq_length=sizes.seq_length,
-    )
-    micros = cut(batch, plan, plan.of_rank(0))
+    micros = cut(batch, plan, plan.of_rank(data_parallel_rank()))
     log_probs_N = response_log_probs(
-        state.chunks[0], batch, micros, temperature=algorithm.rollout_temperature
+        state.chunks, batch, micros, temperature=algorithm.rollout_temperature
     )
     return np.where(batch.sampled_N > 0, log_probs_N, np.float32(np.nan))
 
 
 def response_log_probs(
-    model: Any,
+    chunks: Sequence[Any],
     batch: Batch,
     micros: Sequence[MicroBatch],
     *,
     temperature: float,
     free_routing: bool = False,
 ) -> npt.NDArray[np.float32]:
-    """Log-probs [N] of all response tokens by `model`, micro-batch by micro-batch.
+    """Log-probs [N] of all response tokens by a model, on every rank.
 
-    Experts are those recorded, or, with `free_routing`, what the model's own routers choose (for a
-    reference model, which has routers of its own).
+    `chunks` are this rank's stages of the model, `micros` this rank's micro-batches. Experts are
+    those recorded, or, with `free_routing`, what the model's own routers choose (for a reference
+    model, which has routers of its own).
     """
+
+    def forward_step(
+        source: Iterator[MicroBatch], model: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, npt.NDArray[np.float32]]]]:
+        micro = next(source)
+        output = micro_output(model, micro, free_routing=free_routing)
+
+        def score(logits: Tensor) -> tuple[Tensor, npt.NDArray[np.float32]]:
+            log_probs_n, _ = log_probs_at(logits, micro, temperature=temperature)
+            # The schedule wants a loss; nothing is trained here.
+            return logits.new_zeros(()), log_probs_n.cpu().numpy()
+
+        return output, score
+
     out_N = np.full(len(batch.sampled_N), np.nan, np.float32)
-    column = first_column(batch)
     with torch.no_grad():
-        for micro in micros:
-            log_probs, _ = token_log_probs(
-                model,
-                torch.from_numpy(micro.tokens_BT).to(device()),
-                temperature=temperature,
-                expert_ids=None if free_routing else routing_of(micro),
-                free_routing=free_routing,
-                first_column=column,
-            )
-            out_N[micro.responses] = log_probs.cpu().numpy()[micro.response_BT[:, column:]]
-    if is_moe(model):
-        finish_backward(model)
-    return out_N
-
-
-def first_column(batch: Batch) -> int:
-    """The first column of the predictions that is about a response token of any sample."""
-    return int(batch.prompt_lengths_B.min()) - 1
-
-
-def routing_of(micro: MicroBatch) -> torch.Tensor | None:
-    """The recorded experts of a micro-batch, int64 on the device; None where none are recorded."""
-    if micro.expert_ids is None:
-        return None
-    return torch.from_numpy(micro.expert_ids.astype(np.int64)).to(device())
+        scored: list[npt.NDArray[np.float32]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
+            model=list(chunks),
+            num_microbatches=len(micros),
+            seq_length=micros[0].tokens_BT.shape[1],
+            micro_batch_size=micros[0].tokens_BT.shape[0],
+            forward_only=True,
+        )
+    if is_last_stage():
+        for micro, log_probs_n in zip(micros, scored, strict=True):
+            out_N[micro.responses] = log_probs_n
+    for chunk in chunks:
+        if is_moe(chunk):
+            finish_backward(chunk)
+    return share(out_N, [micro.responses for micro in micros])

@@ -24,8 +24,10 @@ from trainer.algorithms.aggregate import token_weights
 from trainer.algorithms.kl import approximate_kl
 from trainer.algorithms.rewards import RewardBatch
 from trainer.batch import Batch, batch_digest
-from trainer.micro_step import Outcome, Signals, forward_backward, join
-from trainer.microbatch import MicroBatch, cut, partition
+from trainer.megatron import unwrap
+from trainer.micro_step import Outcome, Signals, forward_backward
+from trainer.microbatch import MicroBatch, Partition, cut
+from trainer.ranks import all_gather_object, data_parallel_rank, data_parallel_size
 from trainer.scoring import response_log_probs
 from trainer.settings import AlgorithmSettings, BatchSettings, layout_record, settings_record
 from trainer.state import TrainState
@@ -51,6 +53,7 @@ class StepResult:
 def run_step(
     state: TrainState,
     batch: Batch,
+    plan: Partition,
     algorithm: AlgorithmSettings,
     sizes: BatchSettings,
     *,
@@ -64,6 +67,9 @@ def run_step(
     data_time_s: float | None = None,
 ) -> StepResult:
     """Train `state` by one optimizer step on `batch`. Nothing is stored: that is the caller's part.
+
+    `plan` is the step's partition, and `batch` is in its order (`trainer.stepping.plan_step` makes
+    both). Every rank calls it with the same arguments and gets the same result.
 
     The content of the events is a function of the arguments and the random state: from the same
     restored state it comes out with the same bits, at the same thread count.
@@ -84,17 +90,10 @@ def run_step(
     """
     check_step(state, batch, algorithm, sizes, step_in_rollout, reference, old_log_probs_N)
     began = time.perf_counter()
-    plan = partition(
-        batch.prompt_lengths_B + batch.response_lengths_B,
-        batch.indices_B,
-        micro_batch_size=sizes.micro_batch_size,
-        seq_length=sizes.seq_length,
-    )
-    micros = cut(batch, plan, plan.of_rank(0))
+    micros = cut(batch, plan, plan.of_rank(data_parallel_rank()))
     signals = _signals(state, batch, algorithm, sizes, micros, reference, old_log_probs_N)
-    outcomes = forward_backward(state, batch, algorithm, micros, signals)
-    _require_finite(state, batch, micros, outcomes)
-    outcome = join(outcomes)
+    outcome = forward_backward(state, batch, algorithm, micros, signals, n_micro=len(plan.ranks_M))
+    _require_finite(state, batch, plan, outcome)
     forward_time_s = time.perf_counter() - began
 
     began = time.perf_counter()
@@ -129,17 +128,20 @@ def run_step(
         micro_batch_offsets=plan.offsets_M,
         micro_batch_ranks=plan.ranks_M,
         micro_batch_rows=plan.rows,
-        micro_batch_width=plan.width,
+        micro_batch_width=int(plan.widths_M.max()),
+        micro_batch_widths=plan.widths_M if plan.packed else None,
         settings_id=settings_id,
         settings=settings,
-        layout=canonical_json({"parallel": layout_record(state.parallel), "data_parallel_size": 1}),
+        layout=canonical_json(
+            {"parallel": layout_record(state.parallel), "data_parallel_size": data_parallel_size()}
+        ),
         learning_rate=learning_rate,
         loss=outcome.loss,
         grad_norm=grad_norm,
         metric_names=list(metrics),
         metric_values=np.array(list(metrics.values()), np.float64),
         batch_digest=_digest_of(batch, step_in_rollout, old_log_probs_N),
-        micro_batch_digests=micro_batch_digests(micros, outcome.log_probs_N, batch.sampled_N),
+        micro_batch_digests=micro_batch_digests(batch, plan, outcome.log_probs_N),
         gradient_digest=gradient_digest,
         optimizer_digest=state.optimizer_digest(),
         random_state_digest=state.random_state_digest(),
@@ -169,13 +171,13 @@ def _signals(
     ref_N = None
     if algorithm.kl_coef != 0 or algorithm.use_kl_loss:
         ref_N = response_log_probs(
-            reference, batch, micros, temperature=temperature, free_routing=True
+            [reference], batch, micros, temperature=temperature, free_routing=True
         )
     kl_N = None
     if algorithm.kl_coef != 0 and ref_N is not None:
         policy_N = old_N
         if policy_N is None:
-            policy_N = response_log_probs(state.chunks[0], batch, micros, temperature=temperature)
+            policy_N = response_log_probs(state.chunks, batch, micros, temperature=temperature)
         kl_N = approximate_kl(
             torch.from_numpy(policy_N), torch.from_numpy(ref_N), algorithm.kl_loss_type
         ).numpy()
@@ -214,28 +216,32 @@ def _digest_of(
     return batch_digest(batch, [("old_log_probs", old_N)])
 
 
-def _require_finite(
-    state: TrainState, batch: Batch, micros: list[MicroBatch], outcomes: list[Outcome]
-) -> None:
-    """Before the optimizer: afterwards the weights would be spoiled."""
-    for number, (micro, outcome) in enumerate(zip(micros, outcomes, strict=True)):
-        if not np.isfinite(outcome.loss):
-            raise Diverged(
-                explain(
-                    "computing the loss of a step",
-                    on=f"micro-batch {number}, samples {batch.indices_B[micro.samples].tolist()}",
-                    expected="a finite number",
-                    found=outcome.loss,
-                    do="nothing was committed and the weights are unchanged; look at the rollout "
-                    "log-probs and rewards of these samples, and at --lr",
-                )
+def _require_finite(state: TrainState, batch: Batch, plan: Partition, outcome: Outcome) -> None:
+    """Before the optimizer: afterwards the weights would be spoiled. Every rank raises alike."""
+    for number in np.flatnonzero(~np.isfinite(outcome.losses_M)).tolist():
+        samples = batch.indices_B[plan.offsets_M[number] : plan.offsets_M[number + 1]]
+        raise Diverged(
+            explain(
+                "computing the loss of a step",
+                on=f"micro-batch {number}, samples {samples.tolist()}",
+                expected="a finite number",
+                found=outcome.losses_M[number],
+                do="nothing was committed and the weights are unchanged; look at the rollout "
+                "log-probs and rewards of these samples, and at --lr",
             )
-    for name, parameter in state.model.named_parameters():
-        if not bool(torch.isfinite(parameter.main_grad).all()):
+        )
+    named = (
+        name
+        for chunk in state.chunks
+        for name, parameter in unwrap(chunk).named_parameters()
+        if not bool(torch.isfinite(parameter.main_grad).all())
+    )
+    for rank, name in enumerate(all_gather_object(next(named, None))):
+        if name is not None:
             raise Diverged(
                 explain(
                     "computing the gradients of a step",
-                    on=f"parameter {name!r}",
+                    on=f"parameter {name!r}, rank {rank}",
                     expected="finite numbers",
                     found="infinity or NaN",
                     do="nothing was committed and the weights are unchanged; lower --lr, or look "

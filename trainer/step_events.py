@@ -19,7 +19,7 @@ from trainer.algorithms.metrics import (
 )
 from trainer.batch import Batch
 from trainer.micro_step import Outcome, Signals
-from trainer.microbatch import MicroBatch
+from trainer.microbatch import Partition
 
 __all__ = ["micro_batch_digests", "signal_events", "step_metrics", "weights_event"]
 
@@ -27,9 +27,7 @@ _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "
 
 
 def micro_batch_digests(
-    micros: Sequence[MicroBatch],
-    log_probs_N: npt.NDArray[np.float32],
-    sampled_N: npt.NDArray[np.uint8],
+    batch: Batch, plan: Partition, log_probs_N: npt.NDArray[np.float32]
 ) -> list[bytes]:
     """blake3 of each micro-batch's current log-probs of sampled tokens: float32, little-endian, in
     the order of its samples.
@@ -38,9 +36,10 @@ def micro_batch_digests(
     same numbers.
     """
     digests = []
-    for micro in micros:
-        sampled = sampled_N[micro.responses] > 0
-        taken = np.ascontiguousarray(log_probs_N[micro.responses][sampled], np.dtype("<f4"))
+    offsets_N = batch.offsets_N[plan.offsets_M]
+    for first, last in zip(offsets_N[:-1].tolist(), offsets_N[1:].tolist(), strict=True):
+        sampled = batch.sampled_N[first:last] > 0
+        taken = np.ascontiguousarray(log_probs_N[first:last][sampled], np.dtype("<f4"))
         digests.append(blake3(taken.tobytes()).digest())
     return digests
 

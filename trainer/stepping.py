@@ -18,13 +18,17 @@ import numpy.typing as npt
 from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.events import StepCommitted
 from ledger.reader import Reader
+from ledger.views import TableSource
 from trainer.batch import Batch, load_batch
+from trainer.batch_lengths import read_lengths
+from trainer.microbatch import Partition, partition_for
+from trainer.ranks import data_parallel_size
 from trainer.scoring import score_policy
 from trainer.settings import AlgorithmSettings, BatchSettings, OptimizerSettings
 from trainer.state import TrainState
 from trainer.step import StepResult, run_step
 
-__all__ = ["PlannedStep", "RecordedSettings", "recorded_settings", "take_rollout"]
+__all__ = ["PlannedStep", "RecordedSettings", "plan_step", "recorded_settings", "take_rollout"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -37,7 +41,9 @@ class PlannedStep:
     weight_version_in: int
     weight_version_out: int
     indices: npt.NDArray[np.int64]
-    """[B] The samples, in training order."""
+    """[B] The samples: in any order, or, with a partition, in training order."""
+    partition: Partition | None = None
+    """As recorded, where a step is run again; None: it is made from the settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +84,25 @@ def recorded_settings(step: StepCommitted) -> RecordedSettings:
     )
 
 
+def plan_step(
+    reader: TableSource,
+    indices: npt.NDArray[np.int64],
+    sizes: BatchSettings,
+    *,
+    recorded: Partition | None = None,
+) -> tuple[Batch, Partition]:
+    """The batch of a step in training order, and how it is cut up.
+
+    The partition is the recorded one, or made from the lengths of the samples and the settings.
+    Raises what `load_batch` and `partition` raise.
+    """
+    if recorded is not None:
+        return load_batch(reader, indices), recorded
+    lengths_B = read_lengths(reader, indices)
+    made = partition_for(lengths_B, indices, sizes, data_parallel_size=data_parallel_size())
+    return load_batch(reader, indices[made.order_B]), made
+
+
 def take_rollout(
     state: TrainState,
     reader: Reader,
@@ -93,22 +118,28 @@ def take_rollout(
     is not the rollout's own first step, the old log-probs are those recorded when the samples were
     first trained on. Raises what `load_batch` and `run_step` raise.
     """
-    batches: list[tuple[Batch, float]] = []
+    batches: list[tuple[Batch, Partition, float]] = []
     for plan in planned:
         began = time.perf_counter()
-        batches.append((load_batch(reader, plan.indices), time.perf_counter() - began))
+        batch, cut_up = plan_step(reader, plan.indices, sizes, recorded=plan.partition)
+        batches.append((batch, cut_up, time.perf_counter() - began))
     old: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
     if planned[0].step_in_rollout and not algorithm.use_rollout_logprobs:
         # A fork in the middle of a rollout: the policy before its first step is not this state,
         # but the steps that were recorded say what it thought.
-        old = [_recorded_old_log_probs(reader, batch) for batch, _ in batches]
+        old = [_recorded_old_log_probs(reader, batch) for batch, _, _ in batches]
     elif not algorithm.use_rollout_logprobs:
         # The first step's are the detached current ones, bit for bit: no forward is needed.
-        old[1:] = [score_policy(state, batch, algorithm, sizes) for batch, _ in batches[1:]]
-    for plan, (batch, data_time_s), old_log_probs_N in zip(planned, batches, old, strict=True):
+        old[1:] = [
+            score_policy(state, batch, cut_up, algorithm) for batch, cut_up, _ in batches[1:]
+        ]
+    for plan, (batch, cut_up, data_time_s), old_log_probs_N in zip(
+        planned, batches, old, strict=True
+    ):
         result = run_step(
             state,
             batch,
+            cut_up,
             algorithm,
             sizes,
             step=plan.step,

@@ -15,7 +15,7 @@ _names = pa.list_(pa.string())
 _digests = pa.list_(pa.binary(32))
 
 
-@event("signal_recorded", layout=1)
+@event("signal_recorded", layout=2)
 class SignalRecorded(Event):
     """What a step computed for one sample. R is the length of its response."""
 
@@ -38,9 +38,19 @@ class SignalRecorded(Event):
     values: np.ndarray | None = column(7, _floats, "[R] By the critic.", nullable=True)
     advantages: np.ndarray = column(8, _floats, "[R] Advantage of each token.")
     returns: np.ndarray | None = column(9, _floats, "[R] Return of each token.", nullable=True)
+    teacher_log_probs: np.ndarray | None = column(
+        10, _floats, "[R] By the teacher; NaN where nothing was sampled.", nullable=True, since=2
+    )
+    correction_weights: np.ndarray | None = column(
+        11,
+        _floats,
+        "[R] What the off-policy correction multiplies the loss of each token with.",
+        nullable=True,
+        since=2,
+    )
 
 
-@event("step_committed", layout=1)
+@event("step_committed", layout=2)
 class StepCommitted(Event):
     """One optimizer step: what it consumed, its settings, and the digests of what came out."""
 
@@ -55,7 +65,9 @@ class StepCommitted(Event):
     )
     micro_batch_ranks: np.ndarray = column(8, _ints, "[M] Data-parallel rank of each micro-batch.")
     micro_batch_rows: int = column(9, pa.int32(), "Rows of every micro-batch, padding included.")
-    micro_batch_width: int = column(10, pa.int32(), "Tokens a row, padding included.")
+    micro_batch_width: int = column(
+        10, pa.int32(), "Tokens a row, padding included; of packed rows the widest."
+    )
     settings_id: bytes = column(11, pa.binary(32), "blake3 of `settings`.")
     settings: str = column(12, pa.string(), "JSON: algorithm and optimizer settings of the step.")
     layout: str = column(13, pa.string(), "JSON: parallel sizes of the training.")
@@ -98,6 +110,23 @@ class StepCommitted(Event):
         "The batch was read from the ledger as it stood at this seq; a replay reads it so again.",
         nullable=True,
         measurement=True,
+    )
+    micro_batch_widths: np.ndarray | None = column(
+        30,
+        _ints,
+        "[M] Tokens of each packed micro-batch, padding included; NULL where samples are not "
+        "packed, a row each.",
+        nullable=True,
+        since=2,
+    )
+    critic_gradient_digest: bytes | None = column(
+        31, pa.binary(32), "As gradient_digest, of the critic.", nullable=True, since=2
+    )
+    critic_optimizer_digest: bytes | None = column(
+        32, pa.binary(32), "As optimizer_digest, of the critic.", nullable=True, since=2
+    )
+    critic_root: bytes | None = column(
+        33, pa.binary(32), "Root over the critic's weights after the step.", nullable=True, since=2
     )
 
 

@@ -29,7 +29,8 @@ def grown() -> Iterator[type[Event]]:
 
     yield Grown
     del EVENTS["test_grown"]
-    schema.UPCASTS.clear()
+    for key in [key for key in schema.UPCASTS if key[0] == "test_grown"]:
+        del schema.UPCASTS[key]
 
 
 def old_table() -> pa.Table:

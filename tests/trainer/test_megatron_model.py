@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,18 +124,33 @@ def test_padding_and_neighbours_reach_no_real_token(tiny: Models) -> None:
 def test_leaving_out_columns_keeps_the_bits_of_the_others(
     tiny: Models, kind: str, temperature: float
 ) -> None:
+    from trainer.forward import log_probs_at, logits_of
+    from trainer.microbatch import MicroBatch
     from trainer.model import token_log_probs
 
     model, tokens = build(tiny(kind)), random_tokens(3, 17)
-    options = {"temperature": temperature, "want_entropy": True, "free_routing": kind in MOE}
+    options: dict[str, Any] = {"temperature": temperature, "want_entropy": True}
+    columns = np.array([[7, 8, 15], [0, 3, 4], [15, 9, 2]]) + 17 * np.arange(3)[:, None]
+    micro = MicroBatch(
+        number=0,
+        samples=slice(0, 3),
+        responses=slice(0, 9),
+        tokens_BT=tokens.numpy(),
+        positions_BT=np.tile(np.arange(17), (3, 1)),
+        sequence_starts=None,
+        columns_n=columns.reshape(-1),
+        targets_n=tokens.reshape(-1).numpy()[columns.reshape(-1) + 1],
+        sample_n=np.repeat(np.arange(3), 3),
+        expert_ids=None,
+    )
     with torch.no_grad():
-        whole, entropy = token_log_probs(model, tokens, **options)
-        part, part_entropy = token_log_probs(model, tokens, first_column=7, **options)
-    assert part.shape == (3, 9)
-    assert torch.equal(bits(part), bits(whole[:, 7:]))
+        whole, entropy = token_log_probs(model, tokens, free_routing=kind in MOE, **options)
+        part, part_entropy = log_probs_at(logits_of(model, tokens), micro, **options)
+    places = torch.from_numpy(columns - np.arange(3)[:, None]).reshape(-1)  # rows of 16 columns
+    assert torch.equal(bits(part), bits(whole.reshape(-1)[places]))
     assert entropy is not None
     assert part_entropy is not None
-    assert torch.equal(bits(part_entropy), bits(entropy[:, 7:]))
+    assert torch.equal(bits(part_entropy), bits(entropy.reshape(-1)[places]))
 
 
 def test_the_entropy_is_that_of_the_distribution(tiny: Models) -> None:
@@ -215,7 +231,6 @@ def test_impossible_arguments_are_refused(tiny: Models) -> None:
     ids = torch.zeros(2, 5, 2, 2, dtype=torch.int64)
     for wrong, message in (
         ({"temperature": 0.0}, "temperature"),
-        ({"temperature": 1.0, "first_column": 5}, "first_column"),
         ({"temperature": 1.0, "expert_ids": ids}, "dense model"),
     ):
         with pytest.raises(InvalidArgument, match=message):

@@ -175,7 +175,7 @@ def test_wrong_or_missing_ids_are_refused_and_leave_no_trace(tiny: Models) -> No
     beyond[0, 0, 0, 0] = EXPERTS
     twice[1, 2, 1, :] = 4
     for broken, message in (
-        (ids[:, :-1], r"\(3, 13, 2, 2\)"),
+        (ids[:, :-1], r"\(3, 14, 2, 2\)"),
         (ids[:, :, :1], "MoE layers"),
         (beyond, r"in \[0, 8\)"),
         (twice, "row 1, token 2, layer 1"),

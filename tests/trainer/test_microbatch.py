@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ledger.errors import InvalidArgument
 from tests.trainer.memory import MemoryReader, prompt, routing, score, segment
 from trainer.batch import Batch, load_batch
-from trainer.microbatch import cut, partition
+from trainer.microbatch import Partition, cut, partition
 
 
 def make_batch(prompts, responses, *, routed=False) -> Batch:
@@ -34,24 +34,48 @@ def plan(batch, **sizes):
 def test_three_samples_in_rows_of_two():
     batch = make_batch([2, 1, 1], [1, 3, 1])
     made = plan(batch, micro_batch_size=2)
+    assert made.order_B.tolist() == [0, 1, 2]
     assert made.offsets_M.tolist() == [0, 2, 3]
     assert made.ranks_M.tolist() == [0, 0]
-    assert (made.rows, made.width) == (2, 4)
+    assert (made.rows, made.widths_M.tolist(), made.packed) == (2, [4, 4], False)
     first, last = cut(batch, made, made.of_rank(0))
+    assert (first.number, last.number) == (0, 1)
     assert first.tokens_BT.tolist() == [[0, 1, 2, 0], [100, 101, 102, 103]]
-    assert first.response_BT.tolist() == [[False, True, False], [True, True, True]]
+    assert first.positions_BT.tolist() == [[0, 1, 2, 3]] * 2
+    # Row 0 predicts its token 2 from column 1; row 1 its tokens 1, 2, 3 from columns 0, 1, 2.
+    assert first.columns_n.tolist() == [1, 4, 5, 6]
+    assert first.targets_n.tolist() == [2, 101, 102, 103]
+    assert first.sample_n.tolist() == [0, 1, 1, 1]
     assert last.tokens_BT.tolist() == [[200, 201, 0, 0], [0, 0, 0, 0]]
-    assert last.response_BT.tolist() == [[True, False, False], [False, False, False]]
+    assert (last.columns_n.tolist(), last.targets_n.tolist()) == ([0], [201])
     assert (last.samples, last.responses) == (slice(2, 3), slice(4, 5))
-    values = np.arange(5, dtype=np.float32) + 1
-    assert first.place(values).tolist() == [[0, 1, 0], [2, 3, 4]]
-    assert last.place(values, fill=-1).tolist() == [[5, -1, -1], [-1, -1, -1]]
+    assert last.sequence_starts is None
+
+
+def test_a_packed_row_holds_its_samples_one_after_the_other():
+    batch = make_batch([2, 1, 1], [1, 3, 1])
+    packed = Partition(
+        order_B=np.arange(3),
+        offsets_M=np.array([0, 2, 3], np.int32),
+        ranks_M=np.array([0, 0], np.int32),
+        rows=1,
+        widths_M=np.array([8, 2], np.int32),
+        packed=True,
+    )
+    first, last = cut(batch, packed, [0, 1])
+    assert first.tokens_BT.tolist() == [[0, 1, 2, 100, 101, 102, 103, 0]]
+    assert first.positions_BT.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert first.sequence_starts.tolist() == [0, 3, 7]
+    assert first.columns_n.tolist() == [1, 3, 4, 5]
+    assert first.targets_n.tolist() == [2, 101, 102, 103]
+    assert last.tokens_BT.tolist() == [[200, 201]]
+    assert last.sequence_starts.tolist() == [0, 2]
 
 
 def test_seq_length_is_the_width_and_the_limit():
     batch = make_batch([2, 1], [1, 3])
-    assert plan(batch, micro_batch_size=1, seq_length=4).width == 4
-    assert plan(batch, micro_batch_size=1, seq_length=9).width == 9
+    assert plan(batch, micro_batch_size=1, seq_length=4).widths_M.tolist() == [4, 4]
+    assert plan(batch, micro_batch_size=1, seq_length=9).widths_M.tolist() == [9, 9]
     with pytest.raises(InvalidArgument, match=r"sample 1 \(4 tokens\)(.|\n)*--seq-length 3"):
         plan(batch, micro_batch_size=1, seq_length=3)
 
@@ -69,12 +93,15 @@ def test_routing_is_padded_with_different_experts():
     batch = make_batch([2, 1], [1, 1], routed=True)
     (micro,) = cut(batch, plan(batch, micro_batch_size=3), [0])
     assert micro.expert_ids is not None
-    assert micro.expert_ids.shape == (3, 2, 2, 2)
+    assert micro.expert_ids.shape == (3, 3, 2, 2)
     assert batch.expert_ids is not None
-    assert micro.expert_ids[0].tolist() == batch.expert_ids[0].tolist()
+    assert micro.expert_ids[0, :2].tolist() == batch.expert_ids[0].tolist()
+    # The last token of a sample has the experts of the one before.
+    assert micro.expert_ids[0, 2].tolist() == batch.expert_ids[0][1].tolist()
     assert micro.expert_ids[1, :1].tolist() == batch.expert_ids[1].tolist()
-    assert micro.expert_ids[1, 1:].tolist() == [[[0, 1], [0, 1]]]
-    assert micro.expert_ids[2].tolist() == [[[0, 1], [0, 1]]] * 2
+    assert micro.expert_ids[1, 1].tolist() == batch.expert_ids[1][0].tolist()
+    assert micro.expert_ids[1, 2].tolist() == [[0, 1], [0, 1]]
+    assert micro.expert_ids[2].tolist() == [[[0, 1], [0, 1]]] * 3
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -94,12 +121,14 @@ def test_every_token_is_in_exactly_one_place(lengths, rows, spare):
     for micro in micros:
         assert micro.tokens_BT.shape == (rows, longest + spare)
         # What a column predicts is the next token: exactly the response, in order.
-        predicted = micro.tokens_BT[:, 1:][micro.response_BT]
-        placed = micro.place(numbers, fill=np.nan)[micro.response_BT]
-        seen += placed.tolist()
+        predicted = micro.tokens_BT.reshape(-1)[micro.columns_n + 1]
+        assert predicted.tolist() == micro.targets_n.tolist()
+        seen += numbers[micro.responses].tolist()
         response_tokens = [
             batch.tokens_T[end - n : end]
             for end, n in zip(batch.offsets_T[1:], batch.response_lengths_B, strict=True)
         ][micro.samples]
         assert predicted.tolist() == np.concatenate(response_tokens).tolist()
+        counts = np.bincount(micro.sample_n, minlength=micro.samples.stop - micro.samples.start)
+        assert counts.tolist() == batch.response_lengths_B[micro.samples].tolist()
     assert seen == numbers.tolist()

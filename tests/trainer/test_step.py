@@ -17,6 +17,7 @@ from tests.trainer.tiny_policy import make_folder, make_state, start
 from trainer.batch import Batch, load_batch
 from trainer.compare import compare_steps
 from trainer.forward import recorded_routing, token_log_probs
+from trainer.microbatch import Partition, partition_for
 from trainer.model import build_model
 from trainer.scoring import score_policy
 from trainer.settings import AlgorithmSettings, BatchSettings, ParallelSettings
@@ -82,8 +83,13 @@ def moe_folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("moe"), moe=True)
 
 
+def plan_of(batch: Batch, sizes: BatchSettings) -> Partition:
+    return partition_for(batch.prompt_lengths_B + batch.response_lengths_B, batch.indices_B, sizes)
+
+
 def step(folder, batch, algorithm=ALGORITHM, sizes=SIZES, state=None, **other) -> StepResult:
-    return run_step(state or make_state(folder), batch, algorithm, sizes, **(NUMBERS | other))
+    plan = other.pop("plan", None) or plan_of(batch, sizes)
+    return run_step(state or make_state(folder), batch, plan, algorithm, sizes, **(NUMBERS | other))
 
 
 def content(result: StepResult) -> list[dict[str, Any]]:
@@ -241,7 +247,7 @@ def test_a_wrong_temperature_shows_in_the_mismatch(folder):
 def test_scored_old_log_probs_are_the_current_ones_bit_for_bit(folder):
     batch = make_batch()
     state = make_state(folder)
-    old = score_policy(state, batch, ALGORITHM, SIZES)
+    old = score_policy(state, batch, plan_of(batch, SIZES), ALGORITHM)
     given, none = step(folder, batch, state=state, old_log_probs_N=old), step(folder, batch)
     assert content(given) == content(none)
 
@@ -249,7 +255,7 @@ def test_scored_old_log_probs_are_the_current_ones_bit_for_bit(folder):
 def test_second_step_of_a_rollout_takes_the_ratio_against_the_first_policy(folder):
     state = make_state(folder)
     batch = make_batch()
-    old = score_policy(state, batch, ALGORITHM, SIZES)
+    old = score_policy(state, batch, plan_of(batch, SIZES), ALGORITHM)
     first = step(folder, batch, state=state)
     second = step(folder, batch, state=state, step_in_rollout=1, old_log_probs_N=old)
     assert np.array_equal(

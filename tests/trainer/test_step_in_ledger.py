@@ -14,6 +14,7 @@ from tests.trainer.memory import MemoryReader, observation, prompt, score, segme
 from tests.trainer.tiny_policy import make_folder, make_state
 from trainer.batch import batch_digest, load_batch
 from trainer.compare import compare_steps
+from trainer.microbatch import partition_for, recorded_partition
 from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.step import run_step
 from trainer.step_events import weights_event
@@ -61,7 +62,9 @@ def test_append_read_and_run_again(tmp_path):
             for event in rollout_events():  # a commit, and so a file, each
                 writer.append([event])
             batch = load_batch(ledger.reader("run"), indices)
-            result = run_step(state, batch, AlgorithmSettings(), SIZES, **NUMBERS)
+            lengths = batch.prompt_lengths_B + batch.response_lengths_B
+            plan = partition_for(lengths, indices, SIZES)
+            result = run_step(state, batch, plan, AlgorithmSettings(), SIZES, **NUMBERS)
             writer.append([result.step_committed, *result.signals, result.weights])
             twice = dataclasses.replace(result.step_committed, step=1, weight_version_out=2)
             with pytest.raises(Conflict, match="sample"):
@@ -73,7 +76,8 @@ def test_append_read_and_run_again(tmp_path):
         (recorded,) = table_to_events(reader.table("step_committed"))
         weights = table_to_events(reader.table("weights_published"))[-1]
         batch = load_batch(reader, recorded.indices)
-        again = run_step(make_state(folder), batch, AlgorithmSettings(), SIZES, **NUMBERS)
+        plan = recorded_partition(recorded)
+        again = run_step(make_state(folder), batch, plan, AlgorithmSettings(), SIZES, **NUMBERS)
         assert compare_steps(recorded, again.step_committed, weights, again.weights) is None
         with pytest.raises(NotFound, match=r"samples \[4\]"):
             load_batch(reader, [4])

@@ -21,29 +21,35 @@ __all__ = ["POLICY_LOSSES", "LossInputs", "PolicyLoss", "TokenLoss", "policy_los
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LossInputs:
-    """Rows are samples, columns the tokens that they predict: all float32 [B, T] but the mask.
+    """The N response tokens of a micro-batch, its samples one after the other: float32 [N] but
+    where it says otherwise.
 
-    Values where the mask is False mean nothing; they are finite.
+    Nothing here knows of rows, padding or ranks. Values where the mask is False mean nothing; they
+    are finite.
     """
 
-    log_probs_BT: torch.Tensor
-    old_log_probs_BT: torch.Tensor
-    rollout_log_probs_BT: torch.Tensor
-    advantages_BT: torch.Tensor
-    mask_BT: torch.Tensor
+    log_probs_N: torch.Tensor
+    old_log_probs_N: torch.Tensor
+    rollout_log_probs_N: torch.Tensor
+    advantages_N: torch.Tensor
+    mask_N: torch.Tensor
     """bool: True where the token enters the loss."""
+    sequence_N: torch.Tensor
+    """int64: number of the token's sample within the micro-batch, ascending from 0."""
+    n_sequences: int
+    """Samples of the micro-batch. One without response tokens has a number all the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TokenLoss:
     """What a policy loss returns."""
 
-    loss_BT: torch.Tensor
-    """float32 [B, T], with gradient; not masked, not averaged."""
-    clipped_low_BT: torch.Tensor
-    """bool [B, T]: the lower clip took the gradient away."""
-    clipped_high_BT: torch.Tensor
-    """bool [B, T]: the upper clip took the gradient away."""
+    loss_N: torch.Tensor
+    """float32 [N], with gradient; not masked, not averaged."""
+    clipped_low_N: torch.Tensor
+    """bool [N]: the lower clip took the gradient away."""
+    clipped_high_N: torch.Tensor
+    """bool [N]: the upper clip took the gradient away."""
 
 
 PolicyLoss = Callable[[LossInputs, AlgorithmSettings], TokenLoss]
@@ -58,20 +64,20 @@ def ppo_clip(inputs: LossInputs, settings: AlgorithmSettings) -> TokenLoss:
     """
     low = settings.eps_clip
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
-    advantages_BT = inputs.advantages_BT
-    ratio_BT = torch.exp(inputs.log_probs_BT - inputs.old_log_probs_BT)
-    unclipped_BT = -ratio_BT * advantages_BT
-    clipped_BT = -torch.clamp(ratio_BT, 1.0 - low, 1.0 + high) * advantages_BT
-    loss_BT = torch.maximum(unclipped_BT, clipped_BT)
+    advantages_N = inputs.advantages_N
+    ratio_N = torch.exp(inputs.log_probs_N - inputs.old_log_probs_N)
+    unclipped_N = -ratio_N * advantages_N
+    clipped_N = -torch.clamp(ratio_N, 1.0 - low, 1.0 + high) * advantages_N
+    loss_N = torch.maximum(unclipped_N, clipped_N)
     if settings.eps_clip_c is not None:
-        bound_BT = -settings.eps_clip_c * advantages_BT
-        loss_BT = torch.where(advantages_BT < 0, torch.minimum(loss_BT, bound_BT), loss_BT)
+        bound_N = -settings.eps_clip_c * advantages_N
+        loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, bound_N), loss_N)
     with torch.no_grad():
-        bites_BT = clipped_BT > unclipped_BT
+        bites_N = clipped_N > unclipped_N
         return TokenLoss(
-            loss_BT=loss_BT,
-            clipped_low_BT=bites_BT & (advantages_BT < 0),
-            clipped_high_BT=bites_BT & (advantages_BT > 0),
+            loss_N=loss_N,
+            clipped_low_N=bites_N & (advantages_N < 0),
+            clipped_high_N=bites_N & (advantages_N > 0),
         )
 
 
@@ -83,37 +89,37 @@ def policy_loss(inputs: LossInputs, settings: AlgorithmSettings) -> TokenLoss:
     """The loss of each token by `settings.policy_loss`.
 
     Raises InvalidArgument: unknown loss; a custom one that raised, returned another type, shape or
-    dtype, or a loss without a gradient where `log_probs_BT` has one.
+    dtype, or a loss without a gradient where `log_probs_N` has one.
     """
     name = settings.policy_loss
     result: object = resolve(POLICY_LOSSES, name, setting="--policy-loss")(inputs, settings)
-    shape = tuple(inputs.log_probs_BT.shape)
+    shape = tuple(inputs.log_probs_N.shape)
     if not isinstance(result, TokenLoss):
         found = type(result).__name__
-    elif not isinstance(result.loss_BT, torch.Tensor):
-        found = f"loss_BT that is a {type(result.loss_BT).__name__}"
-    elif result.loss_BT.shape != shape or result.loss_BT.dtype != torch.float32:
-        found = f"{result.loss_BT.dtype}, shape {tuple(result.loss_BT.shape)}"
+    elif not isinstance(result.loss_N, torch.Tensor):
+        found = f"loss_N that is a {type(result.loss_N).__name__}"
+    elif result.loss_N.shape != shape or result.loss_N.dtype != torch.float32:
+        found = f"{result.loss_N.dtype}, shape {tuple(result.loss_N.shape)}"
     elif any(
-        not isinstance(clipped_BT, torch.Tensor)
-        or clipped_BT.shape != shape
-        or clipped_BT.dtype != torch.bool
-        for clipped_BT in (result.clipped_low_BT, result.clipped_high_BT)
+        not isinstance(clipped_N, torch.Tensor)
+        or clipped_N.shape != shape
+        or clipped_N.dtype != torch.bool
+        for clipped_N in (result.clipped_low_N, result.clipped_high_N)
     ):
-        found = "clipped_low_BT or clipped_high_BT that is not a bool tensor of this shape"
+        found = "clipped_low_N or clipped_high_N that is not a bool tensor of this shape"
     elif (
         torch.is_grad_enabled()
-        and inputs.log_probs_BT.requires_grad
-        and not result.loss_BT.requires_grad
+        and inputs.log_probs_N.requires_grad
+        and not result.loss_N.requires_grad
     ):
-        found = "a loss that does not depend on log_probs_BT: it has no gradient"
+        found = "a loss that does not depend on log_probs_N: it has no gradient"
     else:
         return result
     raise InvalidArgument(
         explain(
             "computing the policy loss",
             on=f"--policy-loss {name}",
-            expected=f"a TokenLoss with float32 loss_BT and bool clips, each of shape {shape}",
+            expected=f"a TokenLoss with float32 loss_N and bool clips, each of shape {shape}",
             found=found,
         )
     )

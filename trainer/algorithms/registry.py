@@ -85,5 +85,7 @@ def _size(batch: Any) -> str:
     if rollouts is not None:
         shown = ", ".join(str(r) for r in rollouts[:4]) + (", …" if len(rollouts) > 4 else "")
         return f"batch of {len(rollouts)} samples, rollouts {shown}"
-    log_probs = getattr(batch, "log_probs_BT", None)
-    return "micro-batch" if log_probs is None else f"micro-batch {list(log_probs.shape)}"
+    samples, log_probs = (getattr(batch, name, None) for name in ("n_sequences", "log_probs_N"))
+    if samples is None or log_probs is None:
+        return "micro-batch"
+    return f"micro-batch of {samples} samples, {len(log_probs)} response tokens"
