@@ -6,8 +6,9 @@ current device, makes one-element tensors with `device="cuda"`, waits for stream
 changed in torch itself, so other libraries of the process (transformers, for one) see what they
 always saw, and pay nothing.
 
-The one exception is `Tensor.type()`, a method, which some checks of Megatron's optimizer compare
-with `'torch.cuda.FloatTensor'`: it is replaced only inside `optimizer_on_cpu()`.
+The exceptions are two methods. `Tensor.type()`, which some checks of Megatron's optimizer compare
+with `'torch.cuda.FloatTensor'`, is replaced only inside `optimizer_on_cpu()`; `Tensor.cuda()`,
+which a model calls on an embedding that two pipeline stages share, only inside `model_on_cpu()`.
 
 Checked with the versions of Megatron-Core in `CHECKED_VERSIONS`.
 """
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHECKED_VERSIONS", "install", "optimizer_on_cpu"]
+__all__ = ["CHECKED_VERSIONS", "install", "model_on_cpu", "optimizer_on_cpu"]
 
 CHECKED_VERSIONS = ("0.16.1", "0.19.2")
 """Versions of megatron-core whose tests passed through this shim."""
@@ -187,6 +188,19 @@ def _complete_moe_utils() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16: router_gating_linear tests this name, which is undefined without TransformerEngine.
         moe_utils.te_general_gemm = None
+    move = moe_utils.maybe_move_tensor_to_cpu
+    if getattr(move, "on_cpu", False):
+        return
+
+    def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """The all-to-all dispatcher asks for numpy; a tensor of the CPU came back as it was."""
+        if torch.is_tensor(tensor) and as_numpy:
+            return tensor.numpy()
+        return move(tensor, as_numpy, record_stream)
+
+    move_to_cpu.on_cpu = True  # type: ignore[attr-defined]
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = move_to_cpu
 
 
 def _one_generator() -> None:
@@ -222,3 +236,24 @@ def optimizer_on_cpu() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.type = type_  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def model_on_cpu() -> Iterator[None]:
+    """Within it, `Tensor.cuda()` leaves a tensor where it is. No-op with CUDA.
+
+    Enter it where a model is built, nowhere else: it is in force for the whole process.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    cuda = torch.Tensor.cuda
+
+    def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    torch.Tensor.cuda = stay  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda = cuda  # type: ignore[method-assign]

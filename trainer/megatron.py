@@ -34,12 +34,21 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -48,16 +57,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "Float16Module",
     "GPTModel",
     "LocalSpecProvider",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "RouterReplay",
     "RouterReplayAction",
+    "RowParallelLinear",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "VocabParallelEmbedding",
+    "WrappedTorchNorm",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
@@ -70,6 +85,7 @@ __all__ = [
     "megatron_version",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "set_tensor_model_parallel_attributes",
     "unwrap",
 ]
 
