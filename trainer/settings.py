@@ -5,7 +5,7 @@ Each class is validated where it is made, and turned into canonical JSON by `led
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -83,7 +83,36 @@ class AlgorithmSettings:
     policy_loss: str = "ppo_clip"
     """A name in `trainer.algorithms.losses.POLICY_LOSSES`."""
     grpo_std_normalization: bool = True
+    advantage_deviation: str = "unbiased"
+    """Deviation of a group: "unbiased" (n − 1) or "biased" (n)."""
+    advantage_epsilon: float | None = None
+    """Added to what is divided by; None: the estimator's own."""
+    use_leave_one_out_baseline: bool = False
+    """`grpo` and `gdpo` compare a rollout with the others of its group alone."""
+    grpo_std_scope: str = "group"
+    """Whose deviation `grpo` and `gdpo` divide by: "group" or "batch"."""
+    single_sample_advantage: str = "zero"
+    """Of a rollout that is alone in its group: "zero" or "reward"."""
+    exclude_masked_rollouts: bool = False
+    """A rollout without a loss token does not count in what others are compared with."""
     normalize_advantages: bool = False
+    estimator_whitening: bool = True
+    """`reinforce_plus_plus`, its baseline form and `gdpo` whiten, as their papers have it."""
+    gamma: float = 1.0
+    lambd: float = 1.0
+    discount_masked_tokens: bool = False
+    """γ and λ decay over tokens outside the loss, too."""
+    gdpo_reward_keys: tuple[str, ...] = ()
+    """Parts of the reward that `gdpo` takes; empty: all."""
+    gdpo_reward_weights: tuple[float, ...] = ()
+    """Their weights; empty: 1 each."""
+    gdpo_whitening: str = "rollout"
+    """What counts as one where `gdpo` whitens: a "rollout" or a "token"."""
+    remax_baseline_key: str = "greedy_reward"
+    """Part of the reward that holds the reward of the prompt's greedy rollout."""
+    use_opd: bool = False
+    """Add opd_kl_coef · (log π_teacher − log π) to the advantages of any estimator."""
+    opd_kl_coef: float = 1.0
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
     """None: as eps_clip."""
@@ -102,6 +131,9 @@ class AlgorithmSettings:
 
     def __post_init__(self) -> None:
         """Check what can be checked without the registries; raises InvalidArgument."""
+        # Recorded settings come back from JSON, where a tuple is a list.
+        for name in ("gdpo_reward_keys", "gdpo_reward_weights"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
         for setting, expected, value, right in (
             ("--eps-clip", "within [0, 1]", self.eps_clip, 0 <= self.eps_clip <= 1),
@@ -130,6 +162,7 @@ class AlgorithmSettings:
                 self.kl_loss_coef,
                 self.use_kl_loss or self.kl_loss_coef == 0,
             ),
+            *self._advantage_rules(),
         ):
             if not right:
                 raise InvalidArgument(
@@ -140,6 +173,28 @@ class AlgorithmSettings:
                         found=value,
                     )
                 )
+
+
+    def _advantage_rules(self) -> Iterator[tuple[str, str, object, bool]]:
+        """Setting, what is expected, what is found and whether that is right."""
+        for setting, value, choices in (
+            ("--advantage-deviation", self.advantage_deviation, ("unbiased", "biased")),
+            ("--grpo-std-scope", self.grpo_std_scope, ("group", "batch")),
+            ("--single-sample-advantage", self.single_sample_advantage, ("zero", "reward")),
+            ("--gdpo-whitening", self.gdpo_whitening, ("rollout", "token")),
+        ):
+            yield setting, f"one of {', '.join(choices)}", value, value in choices
+        epsilon, keys = self.advantage_epsilon, self.gdpo_reward_keys
+        yield "--advantage-epsilon", "at least 0", epsilon, epsilon is None or epsilon >= 0
+        yield "--gamma", "within [0, 1]", self.gamma, 0 <= self.gamma <= 1
+        yield "--lambd", "within [0, 1]", self.lambd, 0 <= self.lambd <= 1
+        yield "--gdpo-reward-keys", "each once", keys, len(set(keys)) == len(keys)
+        yield (
+            "--gdpo-reward-weights",
+            "as many as --gdpo-reward-keys, or none",
+            self.gdpo_reward_weights,
+            not self.gdpo_reward_weights or len(self.gdpo_reward_weights) == len(keys),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
