@@ -174,7 +174,6 @@ class AlgorithmSettings:
                     )
                 )
 
-
     def _advantage_rules(self) -> Iterator[tuple[str, str, object, bool]]:
         """Setting, what is expected, what is found and whether that is right."""
         for setting, value, choices in (
@@ -185,7 +184,7 @@ class AlgorithmSettings:
         ):
             yield setting, f"one of {', '.join(choices)}", value, value in choices
         epsilon, keys = self.advantage_epsilon, self.gdpo_reward_keys
-        yield "--advantage-epsilon", "at least 0", epsilon, epsilon is None or epsilon >= 0
+        yield "--advantage-epsilon", "above 0", epsilon, epsilon is None or epsilon > 0
         yield "--gamma", "within [0, 1]", self.gamma, 0 <= self.gamma <= 1
         yield "--lambd", "within [0, 1]", self.lambd, 0 <= self.lambd <= 1
         yield "--gdpo-reward-keys", "each once", keys, len(set(keys)) == len(keys)
@@ -327,7 +326,25 @@ def algorithm_settings(values: Mapping[str, Any]) -> AlgorithmSettings:
     """From the options of `trainer.options`, by name."""
     chosen = {f.name: values[f.name] for f in fields(AlgorithmSettings) if f.name in values}
     chosen["grpo_std_normalization"] = not values["disable_grpo_std_normalization"]
+    chosen["gdpo_reward_keys"] = _listed(values.get("gdpo_reward_keys"))
+    weights = _listed(values.get("gdpo_reward_weights"))
+    try:
+        chosen["gdpo_reward_weights"] = tuple(float(weight) for weight in weights)
+    except ValueError as error:
+        raise InvalidArgument(
+            explain(
+                "checking the algorithm settings",
+                on="--gdpo-reward-weights",
+                expected="numbers with commas between",
+                found=values["gdpo_reward_weights"],
+            )
+        ) from error
     return AlgorithmSettings(**chosen)
+
+
+def _listed(text: str | None) -> tuple[str, ...]:
+    """The items of a text with commas between them."""
+    return tuple(item.strip() for item in text.split(",")) if text else ()
 
 
 def batch_settings(values: Mapping[str, Any]) -> BatchSettings:

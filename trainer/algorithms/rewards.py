@@ -103,7 +103,7 @@ class RewardBatch:
         differ_B = values_B != first_B
         if np.issubdtype(values_B.dtype, np.floating):
             # Two that are both not finite are told by the check of the rewards themselves.
-            differ_B &= np.isfinite(values_B) | np.isfinite(first_B)  # type: ignore[call-overload]
+            differ_B &= np.isfinite(values_B) | np.isfinite(first_B)
         for row in np.flatnonzero(differ_B):
             raise InvalidArgument(
                 explain(

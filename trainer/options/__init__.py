@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.options import (
+    advantages,
     algorithm,
     batch,
     checkpoint,
@@ -32,6 +33,7 @@ OPTIONS: tuple[Option, ...] = (
     *ledger.OPTIONS,
     *checkpoint.OPTIONS,
     *rollout.OPTIONS,
+    *advantages.OPTIONS,
     *algorithm.OPTIONS,
     *batch.OPTIONS,
     *parallelism.OPTIONS,

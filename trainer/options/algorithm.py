@@ -1,4 +1,4 @@
-"""Options of advantages, losses and corrections."""
+"""Options of losses and corrections."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from trainer.ranges import above, at_least
 __all__ = ["OPTIONS"]
 
 OPTIONS: tuple[Option, ...] = (
-    Option("advantage_estimator", "algorithm", str, "grpo", "how rewards become advantages"),
     Option("policy_loss", "algorithm", str, "ppo_clip", "how advantages become a loss"),
-    Option(
-        "disable_grpo_std_normalization",
-        "algorithm",
-        bool,
-        False,
-        "do not divide by the group's deviation (Dr. GRPO)",
-    ),
-    Option("normalize_advantages", "algorithm", bool, False, "whiten advantages over the batch"),
     Option(
         "eps_clip", "algorithm", float, 0.2, "lower clip range of the ratio", within=at_least(0, 1)
     ),

@@ -13,7 +13,16 @@ from ledger.errors import InvalidArgument, explain
 from trainer.algorithms.rewards import RewardBatch
 from trainer.settings import AlgorithmSettings
 
-__all__ = ["Estimate", "Estimator", "Floats", "centre", "deviation", "missing", "whiten", "whitened"]
+__all__ = [
+    "Estimate",
+    "Estimator",
+    "Floats",
+    "centre",
+    "deviation",
+    "missing",
+    "whiten",
+    "whitened",
+]
 
 WHITEN_EPSILON = 1e-8
 

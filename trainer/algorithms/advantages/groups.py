@@ -2,8 +2,8 @@
 
 `grpo`, `dr_grpo`, `mean_baseline`, `rloo`, `group_norm`, `maxrl`, `opo`, `gpg`, `pass_at_k`.
 
-r is a rollout's reward (less kl_coef · Σ kl over its loss tokens), μ and σ mean and deviation in its
-group. A group of one has nothing to compare with: it gives 0, or with `single_sample_advantage`
+r is a rollout's reward (less kl_coef · Σ kl over its loss tokens), μ and σ mean and deviation in
+its group. A group of one has nothing to compare with: it gives 0, or with `single_sample_advantage`
 "reward" what verl gives, μ = 0 and σ = 1.
 """
 
@@ -22,10 +22,10 @@ from trainer.settings import AlgorithmSettings
 __all__ = [
     "dr_grpo",
     "gpg",
-    "grpo",
     "group_centred",
     "group_norm",
     "group_relative",
+    "grpo",
     "maxrl",
     "mean_baseline",
     "opo",
