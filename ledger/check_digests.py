@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from blake3 import blake3
 
+from ledger.routing import repeated_expert
 from ledger.views import TableSource
 from ledger.weights import TensorRecord, weights_root
 
@@ -62,9 +63,11 @@ def wrong_roots(reader: TableSource) -> list[Violation]:
 
 
 def wrong_experts(reader: TableSource) -> list[Violation]:
-    """Routing that names an expert which the layer does not have (I)."""
+    """Routing that names an expert which the layer does not have, or one twice for a token (I)."""
     kind = "routing_recorded"
-    table = reader.table(kind, ["dtype", "num_experts", "expert_ids", "index", "branch", "seq"])
+    shape = ["rows", "layers", "topk", "segment", "start"]
+    columns = ["dtype", "num_experts", "expert_ids", "index", "branch", "seq", *shape]
+    table = reader.table(kind, columns)
     made: list[Violation] = []
     for batch in table.to_batches():
         dtypes, experts, ids, indices, branches, seqs = (batch.column(i) for i in range(6))
@@ -75,13 +78,33 @@ def wrong_experts(reader: TableSource) -> list[Violation]:
             elif data.size % np.dtype(dtype).itemsize or not data.size:
                 continue  # check_rules says so
             else:
-                largest = int(np.frombuffer(data, dtype).max())
+                flat = np.frombuffer(data, dtype)
+                largest = int(flat.max())
                 if largest < experts[row].as_py():
+                    what = _repeated(flat, *(batch.column(name)[row].as_py() for name in shape))
+                else:
+                    what = f"expert {largest} of {experts[row].as_py()}"
+                if not what:
                     continue
-                what = f"expert {largest} of {experts[row].as_py()}"
             place = branches[row].as_py(), seqs[row].as_py(), indices[row].as_py()
             made.append(("I", kind, *place, what))
     return made
+
+
+def _repeated(flat: np.ndarray, rows: int, layers: int, topk: int, segment: int, start: int) -> str:
+    """What is wrong where an expert stands twice for one token and layer; else nothing."""
+    if len(flat) != rows * layers * topk:
+        return ""  # check_rules says so
+    ids = flat.reshape(rows, layers, topk)
+    found = repeated_expert(ids)
+    if found is None:
+        return ""
+    token, layer = found
+    zero = "" if ids[:, layer].any() else "; all of this layer is zero: nobody captured it"
+    return (
+        f"segment {segment}, layer {layer}, position {start + token}: one expert twice in "
+        f"{ids[token, layer].tolist()}{zero}"
+    )
 
 
 RECOMPUTED: tuple[tuple[str, Callable[[TableSource], list[Violation]]], ...] = (

@@ -117,6 +117,32 @@ _I = (
         " octet_length(e.expert_ids), e.rows, e.layers, e.topk, e.dtype)",
         "e.index",
     ),
+    Rule(
+        "I",
+        "routing_recorded",
+        "SELECT e.branch, e.seq, e.index, format('segment {}: routing rows {} to {} overlap those"
+        " before, which end at {}', e.segment, e.start, e.start + e.rows, e.reached) AS what\n"
+        "FROM (SELECT r.*, max(r.start + r.rows) OVER (\n"
+        "    PARTITION BY r.index, r.policy_version ORDER BY r.start, r.seq\n"
+        "    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS reached\n"
+        "  FROM (SELECT o.branch, o.seq, o.index, o.segment, o.start, o.rows, o.policy_version\n"
+        "    FROM routing_recorded AS o) AS r) AS e\n"
+        "WHERE e.start < e.reached",
+    ),
+    Rule(
+        "I",
+        "routing_recorded",
+        "SELECT r.branch, r.seq, r.index, format('{} routing rows for {} tokens of prompt and"
+        " response: expected {} at most, the last token is never fed', r.ends,"
+        " t.prompt_length + t.response_length, t.prompt_length + t.response_length - 1) AS what\n"
+        "FROM (SELECT o.index, max(o.start + o.rows) AS ends,\n"
+        "        arg_max(o.branch, o.start + o.rows) AS branch,\n"
+        "        arg_max(o.seq, o.start + o.rows) AS seq\n"
+        "  FROM routing_recorded AS o GROUP BY o.index) AS r\n"
+        "JOIN trajectories AS t ON r.index = t.index\n"
+        "WHERE r.ends > t.prompt_length + t.response_length - 1",
+        _RESPONSE,
+    ),
 )
 
 _II = (

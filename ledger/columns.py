@@ -30,9 +30,12 @@ class Rows:
         """The column as Python values; not for per-token columns."""
         return self._table.column(field).to_pylist()  # type: ignore[no-any-return]
 
-    def numbers(self, field: str) -> np.ndarray:
-        """[rows] int64. The column must have no nulls."""
-        return np.asarray(self._table.column(field).to_numpy(), np.int64)
+    def numbers(self, field: str, *, null: int | None = None) -> np.ndarray:
+        """[rows] int64, with `null` for nulls. Without it the column must have none."""
+        column = self._table.column(field)
+        if null is not None:
+            column = pc.fill_null(column, null)
+        return np.asarray(column.to_numpy(), np.int64)
 
     def lengths(self, field: str) -> np.ndarray:
         """[rows] int64: lengths of a list column; -1 where it is null."""

@@ -22,6 +22,7 @@ from blake3 import blake3
 from ledger.columns import Rows
 from ledger.events import UNKNOWN_VERSION
 from ledger.lookup import PIECE_KINDS, pieces_of
+from ledger.routing import BY_POLICY, repeated_expert
 from ledger.weights import TensorRecord, weights_root
 
 __all__ = [
@@ -67,6 +68,8 @@ def check_tables(tables: Mapping[str, pa.Table], lookup: Lookup) -> None:
             _check_span_versions(rows, known)
         elif kind == "step_committed":
             known.require(rows, "weight_version_in")
+        elif kind == "routing_recorded":
+            known.require(rows, "policy_version")
         elif kind == "signal_recorded":
             _check_masks(rows, tables, lookup)
 
@@ -181,10 +184,65 @@ def _check_routing(rows: Rows) -> None:
         if weights[row] is not None and len(weights[row]) != int(cells[row]) * 4:
             found = f"{len(weights[row])} bytes"
             rows.refuse(row, "weights", f"{cells[row]} float32 values", found)
-        if size and experts[row] <= np.iinfo(dtype).max:
-            largest = int(np.frombuffer(data[row], dtype).max())
-            if largest >= experts[row]:
-                rows.refuse(row, "expert_ids", f"ids below {experts[row]}", largest)
+        if not size:
+            continue
+        ids = np.frombuffer(data[row], dtype).reshape([int(n[row]) for n in shape])
+        if experts[row] <= np.iinfo(dtype).max and int(ids.max()) >= experts[row]:
+            rows.refuse(row, "expert_ids", f"ids below {experts[row]}", int(ids.max()))
+        _check_choices(rows, row, ids)
+    _check_recorders(rows)
+
+
+def _check_choices(rows: Rows, row: int, ids: np.ndarray) -> None:
+    """Of the first, the middle and the last token: all of them would take longer than to store.
+
+    A layer that nobody captured is zero for every token, and one of these shows it. The trainer
+    looks at every token.
+    """
+    sampled = sorted({0, len(ids) // 2, len(ids) - 1})
+    found = repeated_expert(ids[sampled])
+    if found is None:
+        return
+    token, layer = sampled[found[0]], found[1]
+    index, segment = rows.numbers("index")[row], rows.numbers("segment")[row]
+    position = rows.numbers("start")[row] + token
+    of_layer = "all zero: nobody captured this layer" if not ids[:, layer].any() else "this token"
+    rows.refuse(
+        row,
+        "expert_ids",
+        f"{ids.shape[2]} different experts of each token and layer",
+        f"{ids[token, layer].tolist()}: sample {index}, segment {segment}, layer {layer} "
+        f"({of_layer}), position {position}",
+    )
+
+
+def _check_recorders(rows: Rows) -> None:
+    """Of one recorder, each engine call reports once, and what it reports overlaps nothing."""
+    policy = rows.numbers("policy_version", null=UNKNOWN_VERSION)
+    segment = rows.numbers("segment")
+    wrong = (policy == UNKNOWN_VERSION) == (segment == BY_POLICY)
+    if wrong.any():
+        row = int(wrong.argmax())
+        rows.refuse(
+            row,
+            "segment",
+            f"the engine call that reported the routing, or {BY_POLICY} beside the policy_version "
+            "that chose it",
+            f"segment {segment[row]}, policy_version {rows.scalars('policy_version')[row]}",
+        )
+    index, start, count = (rows.numbers(n) for n in ("index", "start", "rows"))
+    order = np.lexsort((segment, start, policy, index))
+    for before, row in itertools.pairwise(order.tolist()):
+        if index[before] != index[row] or policy[before] != policy[row]:
+            continue
+        if start[row] < start[before] + count[before]:
+            rows.refuse(
+                row,
+                "start",
+                f"{start[before] + count[before]} or more: sample {index[row]}, segment "
+                f"{segment[before]} has rows up to there",
+                f"{start[row]}, segment {segment[row]}: an overlap",
+            )
 
 
 def _check_score(rows: Rows) -> None:
@@ -314,9 +372,14 @@ class _KnownVersions:
         self._lookup = lookup
 
     def require(self, rows: Rows, field: str) -> None:
-        versions, offsets = rows.flat(field)
+        nullable = field == "policy_version"
+        if nullable:
+            versions = rows.numbers(field, null=UNKNOWN_VERSION)
+            offsets = np.arange(rows.count + 1)
+        else:
+            versions, offsets = rows.flat(field)
         cited = np.unique(versions)
-        unknown_allowed = [UNKNOWN_VERSION] if field == "span_versions" else []
+        unknown_allowed = [UNKNOWN_VERSION] if nullable or field == "span_versions" else []
         left = [int(v) for v in cited if v not in self._new and v not in unknown_allowed]
         missing = sorted(set(left) - self._lookup.published(left)) if left else []
         if missing:

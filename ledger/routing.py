@@ -7,9 +7,20 @@ import numpy as np
 from ledger.encode import refuse
 from ledger.events import RoutingRecorded
 
-__all__ = ["MOST_EXPERTS", "expert_dtype", "expert_ids_of", "routing_of"]
+__all__ = [
+    "BY_POLICY",
+    "MOST_EXPERTS",
+    "expert_dtype",
+    "expert_ids_of",
+    "expert_weights_of",
+    "repeated_expert",
+    "routing_of",
+]
 
 MOST_EXPERTS = 1 << 16
+
+BY_POLICY = -1
+"""`segment` of an event that no engine call reported: the trainer's policy chose the experts."""
 
 
 def expert_dtype(num_experts: int) -> str:
@@ -31,11 +42,13 @@ def routing_of(
     segment: int,
     start: int = 0,
     weights: np.ndarray | None = None,
+    policy_version: int | None = None,
 ) -> RoutingRecorded:
     """The event of the experts that tokens were sent to; no id is changed, in as few bytes as fit.
 
     `expert_ids` [rows, layers, topk] of any integer dtype, ids from 0 to num_experts − 1, in the
-    order of the top-k; `weights` [rows, layers, topk] float32 gate weights.
+    order of the top-k; `weights` [rows, layers, topk] float32 gate weights. With `policy_version`
+    they were chosen by the trainer's policy of that version, and `segment` is BY_POLICY.
 
     Raises:
         InvalidEvent: another shape or dtype, or an id out of range.
@@ -63,6 +76,7 @@ def routing_of(
         dtype=dtype,
         expert_ids=expert_ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes(),
         weights=None if weights is None else weights.astype("<f4").tobytes(),
+        policy_version=policy_version,
     )
 
 
@@ -70,3 +84,29 @@ def expert_ids_of(event: RoutingRecorded) -> np.ndarray:
     """The ids of an event, [rows, layers, topk], read-only, in the dtype that it names."""
     dtype = np.dtype(event.dtype).newbyteorder("<")
     return np.frombuffer(event.expert_ids, dtype).reshape(event.rows, event.layers, event.topk)
+
+
+def expert_weights_of(event: RoutingRecorded) -> np.ndarray | None:
+    """The gate weights of an event, float32 [rows, layers, topk], read-only; None without any."""
+    if event.weights is None:
+        return None
+    return np.frombuffer(event.weights, "<f4").reshape(event.rows, event.layers, event.topk)
+
+
+def repeated_expert(expert_ids: np.ndarray) -> tuple[int, int] | None:
+    """The first (row, layer) of ids [rows, layers, topk] where neighbours in the top-k are equal.
+
+    A router never chooses an expert twice, so such ids are not what a router chose: a layer that
+    nobody captured is full of zeros. It looks at neighbours only, at the speed of reading the ids,
+    and so finds constant rows and misses [3, 5, 3]; `trainer.routing_replay` looks at all pairs.
+    """
+    _, layers, topk = expert_ids.shape
+    if topk < 2 or not expert_ids.size:
+        return None
+    flat = expert_ids.reshape(-1)
+    equal = flat[1:] == flat[:-1]
+    equal[topk - 1 :: topk] = False  # the last of one layer beside the first of the next
+    if not equal.any():
+        return None
+    at = int(equal.argmax()) // topk
+    return at // layers, at % layers

@@ -54,6 +54,7 @@ def with_null_columns(table: pa.Table) -> pa.Table:
 
 
 UPCASTS: dict[tuple[str, int], Upcaster] = {
+    ("routing_recorded", 1): with_null_columns,
     ("signal_recorded", 1): with_null_columns,
     ("step_committed", 1): with_null_columns,
 }

@@ -391,9 +391,16 @@ _ALL = (
     ),
     _extended(
         "routing",
-        "One row an engine call of a mixture of experts: which experts each token was sent to.",
+        "One row an engine call of a mixture of experts, or a forward of the trainer's old policy:"
+        " which experts each token was sent to.",
         "routing_recorded",
-        {"size_bytes": ("octet_length(e.expert_ids)", "Bytes of the expert ids.")},
+        {
+            "recorded_by": (
+                "CASE WHEN e.policy_version IS NULL THEN 'engine' ELSE 'old_policy' END",
+                "'engine' or 'old_policy'.",
+            ),
+            "size_bytes": ("octet_length(e.expert_ids)", "Bytes of the expert ids."),
+        },
     ),
     View(
         "events",

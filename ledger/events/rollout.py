@@ -148,12 +148,14 @@ class ObservationAppended(Event):
     text: str | None = column(7, pa.string(), "The observation as text.", nullable=True)
 
 
-@event("routing_recorded", layout=1)
+@event("routing_recorded", layout=2)
 class RoutingRecorded(Event):
     """The experts that each token was sent to. Rows are tokens − 1: the last token is never fed."""
 
     index: int = column(1, pa.int64(), "The sample.")
-    segment: int = column(2, pa.int32(), "The engine call that reported it.")
+    segment: int = column(
+        2, pa.int32(), "The engine call that reported it; -1 where the trainer's policy did."
+    )
     start: int = column(
         3, pa.int32(), "First row: position in the whole sequence, prompt included."
     )
@@ -166,7 +168,20 @@ class RoutingRecorded(Event):
         9, pa.large_binary(), "[rows, layers, topk] ids, C order; order of the top-k kept."
     )
     weights: bytes | None = column(
-        10, pa.large_binary(), "[rows, layers, topk] float32 gate weights.", nullable=True
+        10,
+        pa.large_binary(),
+        "[rows, layers, topk] float32 gate weights: what the output of each expert is multiplied "
+        "by.",
+        nullable=True,
+    )
+    policy_version: int | None = column(
+        11,
+        pa.int64(),
+        "NULL: the engine chose these experts while it sampled. Else the trainer's old policy "
+        "did, in its forward before the first step of the rollout: the weight version of that "
+        "policy.",
+        nullable=True,
+        since=2,
     )
 
 

@@ -78,7 +78,9 @@ def routed(size_bytes: int, *, seed: int = 0) -> list[RoutingRecorded]:
     size = 0
     while size < size_bytes:
         rows = int(random.integers(1000, 2001))
-        ids = random.integers(0, experts, rows * layers * topk, dtype=np.uint8).tobytes()
+        # Eight different experts: a router chooses none twice.
+        first = random.integers(0, experts, (rows * layers, 1), dtype=np.uint8)
+        ids = ((first + np.arange(0, experts, experts // topk, dtype=np.uint8)) % experts).tobytes()
         made.append(
             RoutingRecorded(
                 index=len(made),

@@ -33,7 +33,7 @@ BIG: list[Event] = [
         topk=10,
         num_experts=200,
         dtype="uint8",
-        expert_ids=bytes(409_600),
+        expert_ids=bytes(range(10)) * 40_960,
     )
 ]
 SMALL: list[Event] = [factory.score(1, 1.0), factory.decide(1, "kept", rollout_step=0)]

@@ -106,6 +106,22 @@ CASES = {
         forge("routing_recorded", 0, expert_ids=bytes([0, 4] * 5)),
         ("I", "routing_recorded", 0, "expert 4 of 4"),
     ),
+    "an expert twice": (
+        forge("routing_recorded", 0, expert_ids=bytes([0, 1] * 3 + [2, 2] + [0, 1])),
+        ("I", "routing_recorded", 0, "layer 0, position 3: one expert twice in [2, 2]"),
+    ),
+    "a layer that nobody captured": (
+        forge("routing_recorded", 0, expert_ids=bytes(10)),
+        ("I", "routing_recorded", 0, "all of this layer is zero"),
+    ),
+    "routing rows that overlap": (
+        double("routing_recorded", 0),
+        ("I", "routing_recorded", 0, "rows 0 to 5 overlap those before, which end at 5"),
+    ),
+    "routing of more tokens than there are": (
+        forge("routing_recorded", 0, start=1),
+        ("I", "routing_recorded", 0, "6 routing rows for 6 tokens"),
+    ),
     "a mask of 2": (
         forge("signal_recorded", 1, loss_mask=[1, 2, 1]),
         ("II", "signal_recorded", 1, "a mask of 2"),

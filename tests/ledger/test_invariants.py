@@ -120,6 +120,29 @@ CASES: list[tuple[Event, dict[str, Any], str, str, str]] = [
     (routing(), {"dtype": "uint16", "expert_ids": bytes(8)}, "dtype", "uint8", "uint16"),
     (routing(), {"num_experts": 257}, "dtype", "uint16 for 257 experts", "uint8"),
     (routing(), {"weights": bytes(8)}, "weights", "4 float32", "8 bytes"),
+    (
+        routing(start=5, segment=3),
+        {"expert_ids": bytes([0, 1, 2, 2])},
+        "expert_ids",
+        "2 different experts of each token and layer",
+        "[2, 2]: sample 0, segment 3, layer 0 (this token), position 6",
+    ),
+    (
+        routing(rows=3, layers=2),
+        {"expert_ids": bytes([1, 2, 0, 0] * 3)},
+        "expert_ids",
+        "2 different experts",
+        "[0, 0]: sample 0, segment 0, layer 1 (all zero: nobody captured this layer), position 0",
+    ),
+    (routing(), {"segment": -1}, "segment", "-1 beside the policy_version", "policy_version None"),
+    (routing(), {"policy_version": 1}, "segment", "the engine call", "segment 0, policy_version 1"),
+    (
+        routing(),
+        {"policy_version": 9, "segment": -1},
+        "policy_version",
+        "a weight version that was published",
+        "9",
+    ),
     (factory.two_turns(8)[1], {"source": "dream"}, "source", "'tool'", "'dream'"),
     (factory.two_turns(8)[1], {"tokens": ints(-5)}, "tokens", "0 or more", "-5"),
     (
@@ -163,6 +186,24 @@ def test_the_row_at_fault_is_named(writer: Writer) -> None:
         writer.append([masked(0, [1, 1, 1]), masked(0, [1, 1, 0])])
 
 
+def test_an_overlap_of_routing_is_refused(writer: Writer) -> None:
+    first, second = routing(index=400), routing(index=400, segment=1, start=1)
+    with pytest.raises(InvalidEvent, match=r"(?s)row 1, field 'start'.*segment 0 has rows up to"):
+        writer.append([first, second])
+    with pytest.raises(InvalidEvent, match="1, segment 1: an overlap"):
+        writer.append([dataclasses.replace(second, rows=2), first])
+    again = dataclasses.replace(first, segment=-1, policy_version=2)
+    later = dataclasses.replace(second, start=2)
+    writer.append([first, later, again, dataclasses.replace(again, policy_version=1)])
+    counted = writer._ledger.reader("r").sql(
+        "SELECT recorded_by, count(*) AS n FROM routing WHERE index = 400 GROUP BY 1 ORDER BY 1"
+    )
+    assert counted.to_pylist() == [
+        {"recorded_by": "engine", "n": 2},
+        {"recorded_by": "old_policy", "n": 2},
+    ]
+
+
 def test_a_hole_in_a_response_is_refused(writer: Writer) -> None:
     late = dataclasses.replace(SEGMENT, index=200, start=4)
     with pytest.raises(InvalidEvent, match="sample 200 has a piece at 4, not 0"):
@@ -198,7 +239,7 @@ def test_what_is_true_is_stored_as_it_is(writer: Writer) -> None:
 def test_256_experts_fit_one_byte_and_257_take_two(writer: Writer, tmp_path: Path) -> None:
     one = routing(num_experts=256, expert_ids=bytes([0, 255, 7, 9]))
     ids = np.array([256, 0, 1, 255], "<u2").tobytes()
-    two = routing(num_experts=257, dtype="uint16", expert_ids=ids, weights=bytes(16))
+    two = routing(num_experts=257, dtype="uint16", expert_ids=ids, weights=bytes(16), index=1)
     writer.append([one, two])
     found = table_to_events(writer._ledger.reader("r").table("routing_recorded"))[-2:]
     assert [e.expert_ids for e in found] == [one.expert_ids, ids]  # type: ignore[attr-defined]

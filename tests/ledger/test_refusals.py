@@ -15,9 +15,9 @@ import pytest
 from ledger import Ledger, open_ledger
 from ledger.encode import events_to_table
 from ledger.errors import InvalidEvent, LedgerError
-from ledger.events import Event, RoutingRecorded, SampleScored
+from ledger.events import Event, SampleScored
 from ledger.queue import QueuedWriter
-from ledger.routing import MOST_EXPERTS, expert_ids_of, routing_of
+from ledger.routing import MOST_EXPERTS, routing_of
 from ledger.verify import verify_ledger
 from tests.ledger import factory
 from tests.ledger.factory import ints
@@ -123,27 +123,6 @@ def test_tables_of_others_are_refused_where_arrow_would_take_them(ledger: Ledger
         assert found in str(caught.value).split("found:")[1]
     assert ledger.run("r").head_seq == 0
     writer.append_tables({"sample_scored": good})
-    ledger.close()
-
-
-@pytest.mark.parametrize(("experts", "size"), [(1, 1), (256, 1), (257, 2), (MOST_EXPERTS, 2)])
-def test_expert_ids_take_as_few_bytes_as_fit_and_come_back_exactly(
-    ledger: Ledger, experts: int, size: int
-) -> None:
-    ids = np.arange(24).reshape(4, 3, 2) * 7919 % experts
-    ids[0, 0] = (experts - 1, 0)
-    weights = np.linspace(0, 1, 24, dtype=np.float32).reshape(4, 3, 2)
-    event = routing_of(ids, num_experts=experts, index=1, segment=0, weights=weights)
-    assert len(event.expert_ids) == ids.size * size
-    ledger.writer("r", producer="p").append([event])
-    (row,) = ledger.reader("r").table("routing_recorded").to_pylist()
-    back = RoutingRecorded(**{c.name: row[c.name] for c in RoutingRecorded.COLUMNS})
-    assert (expert_ids_of(back) == ids).all()
-    assert back.weights == weights.tobytes()
-    for wrong in (-1, experts):
-        ids[3, 2, 1] = wrong
-        with pytest.raises(InvalidEvent, match=rf"field 'expert_ids'(?s:.*)found:    {wrong}"):
-            routing_of(ids, num_experts=experts, index=1, segment=0)
     ledger.close()
 
 
