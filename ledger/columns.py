@@ -26,6 +26,10 @@ class Rows:
         """Raise InvalidEvent for a row and field of this kind."""
         refuse(self.kind, row, field, expected, found)
 
+    def has(self, field: str) -> bool:
+        """Whether the layout of these rows has the column."""
+        return field in self._table.column_names
+
     def scalars(self, field: str) -> list[Any]:
         """The column as Python values; not for per-token columns."""
         return self._table.column(field).to_pylist()  # type: ignore[no-any-return]

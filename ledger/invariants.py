@@ -106,6 +106,26 @@ def _check_segment(rows: Rows) -> None:
     rows.same_length("span_starts", "span_versions")
     rows.unique("index", "segment")
     _check_spans(rows)
+    _check_kept_sets(rows)
+
+
+def _check_kept_sets(rows: Rows) -> None:
+    """Offsets of the sets that top-p left: one more than tokens, from 0 to the number of ids."""
+    name = "rollout_top_p_token_offsets"
+    if not rows.has(name):
+        return
+    ids, bounds = rows.flat("rollout_top_p_token_ids")
+    offsets, places = rows.flat(name)
+    lengths = rows.lengths("tokens")
+    for row in np.flatnonzero((np.diff(places) > 0) | (np.diff(bounds) > 0)).tolist():
+        mine = offsets[places[row] : places[row + 1]]
+        count = int(bounds[row + 1] - bounds[row])
+        if len(mine) != lengths[row] + 1:
+            rows.refuse(row, name, f"{lengths[row] + 1}: one more than tokens", len(mine))
+        if mine[0] != 0 or mine[-1] != count or (np.diff(mine) < 1).any():
+            rows.refuse(row, name, f"from 0 up to {count}, one id a set or more", mine.tolist())
+    if len(ids):
+        rows.at_least("rollout_top_p_token_ids", 0)
 
 
 def _check_spans(rows: Rows) -> None:

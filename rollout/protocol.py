@@ -37,6 +37,9 @@ class SamplingParams:
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     """Any of them ends the generation; it is part of the response."""
+    logprob_mode: str = "full"
+    """'full': log-probs of the whole vocabulary's distribution. 'processed': of what top-p and
+    top-k left, and where they cut anything, the ids that they left are reported too."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -45,6 +48,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("logprob_mode", self.logprob_mode in ("full", "processed"), "'full' or 'processed'"),
         ):
             if not good:
                 raise InvalidArgument(
@@ -55,6 +59,12 @@ class SamplingParams:
                         found=getattr(self, name),
                     )
                 )
+
+    @property
+    def keeps_sets(self) -> bool:
+        """Whether log-probs are of a distribution that top-p or top-k cut."""
+        cuts = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return cuts and self.logprob_mode == "processed"
 
     @property
     def logprob_temperature(self) -> float:
@@ -101,6 +111,11 @@ class GenerationResult:
     expert_weights: npt.NDArray[np.float32] | None = None
     """[C + R - 1, layers, topk] Gate weights, where asked for."""
     num_experts: int = 0
+    top_p_token_ids: npt.NDArray[np.int32] | None = None
+    """The ids that top-p and top-k left at each new token, one set after the other; None where
+    `log_probs` are 'full'."""
+    top_p_token_offsets: npt.NDArray[np.int32] | None = None
+    """[R+1] Where each token's set begins in `top_p_token_ids`."""
     batch_rows: int | None = None
     """Rows of the batch in which `log_probs` were computed."""
     batch_width: int | None = None

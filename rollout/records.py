@@ -111,6 +111,8 @@ def segment_generated(
         generation_time_s=result.time_s,
         cached_tokens=result.cached_tokens,
         request_id=result.request_id,
+        rollout_top_p_token_ids=result.top_p_token_ids,
+        rollout_top_p_token_offsets=result.top_p_token_offsets,
     )
 
 

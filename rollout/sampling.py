@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
 
-__all__ = ["philox4x32", "sample_tokens", "uniforms"]
+__all__ = ["kept_tokens", "philox4x32", "sample_tokens", "uniforms"]
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -68,6 +68,23 @@ def _truncate(weights_BV: Tensor, top_p: float, top_k: int) -> Tensor:
     return torch.zeros_like(weights_BV).scatter_(-1, order_BV, sorted_BV)
 
 
+def _weights(logits_BV: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """[B, V] float64: e^((logit − largest) / temperature), 0 where top-p or top-k cut."""
+    top_B1 = logits_BV.double().max(dim=-1, keepdim=True).values
+    weights_BV = ((logits_BV.double() - top_B1) / temperature).exp()
+    if top_p < 1 or top_k > 0:
+        weights_BV = _truncate(weights_BV, top_p, top_k)
+    return weights_BV
+
+
+def kept_tokens(logits_BV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """[B, V] bool: the ids that `sample_tokens` can choose with these parameters.
+
+    `temperature` is above 0.
+    """
+    return _weights(logits_BV, temperature, top_p, top_k) > 0
+
+
 def sample_tokens(
     logits_BV: Tensor,
     seeds: npt.NDArray[np.int64],
@@ -100,9 +117,7 @@ def sample_tokens(
     if temperature == 0:
         # argmax may return any of several equal maxima; the lowest id is a promise.
         return (logits_BV == top_B[:, None]).to(torch.uint8).argmax(dim=-1)
-    weights_BV = ((logits_BV.double() - top_B.double()[:, None]) / temperature).exp()
-    if top_p < 1 or top_k > 0:
-        weights_BV = _truncate(weights_BV, top_p, top_k)
+    weights_BV = _weights(logits_BV, temperature, top_p, top_k)
     mass_BV = weights_BV.cumsum(-1)
     total_B1 = mass_BV[:, -1:]
     u_B1 = torch.from_numpy(uniforms(seeds, positions)).to(mass_BV.device)[:, None]

@@ -28,6 +28,8 @@ class RolloutSettings:
     rollout_temperature: float = 1.0
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
+    rollout_logprob_mode: str = "full"
+    """'full' or 'processed'; see `SamplingParams.logprob_mode`."""
     rollout_stop_token_ids: tuple[int, ...] | None = None
     """None: what the prompt source and the tokenizer say."""
 
@@ -68,4 +70,5 @@ class RolloutSettings:
             top_k=self.rollout_top_k,
             max_new_tokens=self.rollout_max_response_len,
             stop_token_ids=stop_token_ids,
+            logprob_mode=self.rollout_logprob_mode,
         )

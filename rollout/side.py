@@ -40,6 +40,7 @@ def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
         rollout_temperature=values["rollout_temperature"],
         rollout_top_p=values["rollout_top_p"],
         rollout_top_k=values["rollout_top_k"],
+        rollout_logprob_mode=values["rollout_logprob_mode"],
     )
 
 

@@ -57,7 +57,7 @@ class PromptIssued(Event):
     metadata: str | None = column(13, pa.string(), "JSON for the verifier.", nullable=True)
 
 
-@event("segment_generated", layout=1)
+@event("segment_generated", layout=2)
 class SegmentGenerated(Event):
     """One engine call for one sample: only its new tokens. R is their number."""
 
@@ -132,6 +132,21 @@ class SegmentGenerated(Event):
     )
     request_id: str | None = column(
         30, pa.string(), "The engine's name of the request.", nullable=True, measurement=True
+    )
+    rollout_top_p_token_ids: np.ndarray | None = column(
+        31,
+        _tokens,
+        "Ids that top-p and top-k left to choose from, the sets of all tokens one after the other; "
+        "NULL where log-probs are 'full'.",
+        nullable=True,
+        since=2,
+    )
+    rollout_top_p_token_offsets: np.ndarray | None = column(
+        32,
+        _tokens,
+        "[R+1] The set of token t is rollout_top_p_token_ids[offsets[t]:offsets[t+1]].",
+        nullable=True,
+        since=2,
     )
 
 

@@ -53,7 +53,7 @@ class RunResumed(Event):
     environment: str = column(5, pa.string(), "As in run_started.", measurement=True)
 
 
-@event("branch_forked", layout=1)
+@event("branch_forked", layout=2)
 class BranchForked(Event):
     """A branch began at a weight version of another one. It is the first event of the branch."""
 
@@ -68,6 +68,14 @@ class BranchForked(Event):
     weight_version: int = column(4, pa.int64(), "The version it starts from.")
     settings: str = column(5, pa.string(), "JSON: every setting of the branch, as in run_started.")
     data: str = column(6, pa.string(), "Which trajectories it trains on: 'recorded' or 'fresh'.")
+    places: str | None = column(
+        7,
+        pa.string(),
+        "JSON: paths, names and intervals, as in run_started.",
+        nullable=True,
+        measurement=True,
+        since=2,
+    )
 
 
 @event("gap_recorded", layout=1)

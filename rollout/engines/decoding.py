@@ -15,7 +15,7 @@ from torch import Tensor
 from ledger.errors import InvalidArgument, explain
 from rollout.engines.routing import ExpertIds, RoutingRecorder
 from rollout.protocol import GenerationRequest, SamplingParams
-from rollout.sampling import sample_tokens
+from rollout.sampling import kept_tokens, sample_tokens
 
 __all__ = ["Decoded", "Scored", "decode_batch", "score_batch"]
 
@@ -29,6 +29,8 @@ class Decoded:
     finish_reason: str
     expert_ids: ExpertIds | None
     expert_weights: npt.NDArray[np.float32] | None
+    kept: list[npt.NDArray[np.int32]] | None = None
+    """[R] The ids that top-p and top-k left at each token, ascending; None without them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +48,17 @@ def _cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def _log_probs(
+    logits: Tensor, tokens: Tensor, temperature: float, kept: Tensor | None = None
+) -> Tensor:
     """Log-probabilities of `tokens` [...] under `logits` [..., V], in float32.
 
-    Exactly what the trainer computes: the bits of both are compared.
+    Exactly what the trainer computes: the bits of both are compared. `kept` [..., V] (bool): of the
+    distribution over these ids alone.
     """
     scaled = logits.float() / temperature
+    if kept is not None:
+        scaled = scaled.masked_fill(~kept, -torch.inf)
     return torch.log_softmax(scaled, dim=-1).gather(-1, tokens[..., None])[..., 0]
 
 
@@ -91,6 +98,7 @@ def decode_batch(
     done = np.zeros(B, dtype=bool)
     ids: list[ExpertIds] = []
     weights: list[npt.NDArray[np.float32]] = []
+    kept: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(B)]
     cache_name, cache = _cache_name(model), None
     for t in range(R):
         output = model(
@@ -122,7 +130,16 @@ def decode_batch(
             top_k=params.top_k,
         )
         tokens[:, t] = chosen_B.cpu().numpy()
-        log_probs[:, t] = _log_probs(logits_BV, chosen_B, params.logprob_temperature).cpu().numpy()
+        kept_BV = None
+        if params.keeps_sets:
+            kept_BV = kept_tokens(
+                logits_BV, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
+            )
+            for row, kept_V in enumerate(kept_BV.cpu().numpy()):
+                kept[row].append(np.flatnonzero(kept_V).astype(np.int32))
+        log_probs[:, t] = (
+            _log_probs(logits_BV, chosen_B, params.logprob_temperature, kept_BV).cpu().numpy()
+        )
         ended = torch.isin(chosen_B, stop).cpu().numpy() & ~done
         new[ended] = t + 1
         done |= ended
@@ -145,6 +162,7 @@ def decode_batch(
             finish_reason="stop" if done[row] else "length",
             expert_ids=rows_of(stitched_ids, row),
             expert_weights=rows_of(stitched_weights, row),
+            kept=kept[row][: new[row]] if params.keeps_sets else None,
         )
         for row in range(B)
     ]
@@ -160,8 +178,11 @@ def score_batch(
     temperature: float,
     pad_token_id: int,
     recorder: RoutingRecorder | None,
+    kept: Sequence[Sequence[npt.NDArray[np.int32]]] | None = None,
 ) -> list[Scored]:
     """Score finished sequences by one forward over a batch of exactly [rows, width], right-padded.
+
+    `kept`: for each sequence the sets of its last tokens, which log-probs are then restricted to.
 
     `len(sequences)` may be below `rows`: the rest is padding. The bits of a result depend on the
     shape, not (for dense models) on what the other rows hold.
@@ -185,7 +206,15 @@ def score_batch(
     tokens_BT = torch.from_numpy(batch).to(model.device)
     positions_BT = torch.arange(width, device=model.device).expand(rows, width)
     logits_BTV = model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False).logits
-    found = _log_probs(logits_BTV[:, :-1], tokens_BT[:, 1:], temperature).cpu().numpy()
+    kept_BTV = None
+    if kept is not None:
+        kept_BTV = torch.ones(logits_BTV[:, :-1].shape, dtype=torch.bool, device=model.device)
+        for row, (sequence, sets) in enumerate(zip(sequences, kept, strict=True)):
+            first = len(sequence) - len(sets) - 1
+            for t, left in enumerate(sets):
+                kept_BTV[row, first + t] = False
+                kept_BTV[row, first + t, torch.from_numpy(left).long()] = True
+    found = _log_probs(logits_BTV[:, :-1], tokens_BT[:, 1:], temperature, kept_BTV).cpu().numpy()
     ids, weights = (None, None) if recorder is None else recorder.take(rows)
     return [
         Scored(

@@ -147,7 +147,13 @@ class TransformersEngine:
                     for r, d in zip(requests, decoded, strict=True)
                 ]
                 width = self._seq_length or max(len(s) for s in sequences)
-                scored = self._score(sequences, params, rows=self._micro_batch_rows, width=width)
+                scored = self._score(
+                    sequences,
+                    params,
+                    rows=self._micro_batch_rows,
+                    width=width,
+                    kept=[d.kept or [] for d in decoded] if params.keeps_sets else None,
+                )
                 shapes = [(self._micro_batch_rows, width)] * len(requests)
             time_s = time.perf_counter() - began
         return [
@@ -156,7 +162,7 @@ class TransformersEngine:
                 decoded[i],
                 None if scored is None else scored[i],
                 shapes[i],
-                params.logprob_temperature,
+                params,
                 time_s,
             )
             for i, request in enumerate(requests)
@@ -173,7 +179,13 @@ class TransformersEngine:
             )
 
     def _score(
-        self, sequences: Sequence[Any], params: SamplingParams, *, rows: int, width: int
+        self,
+        sequences: Sequence[Any],
+        params: SamplingParams,
+        *,
+        rows: int,
+        width: int,
+        kept: Sequence[Sequence[Any]] | None = None,
     ) -> list[Scored]:
         scored: list[Scored] = []
         with self._recorder.recording() if self._recorder else contextlib.nullcontext():
@@ -186,6 +198,7 @@ class TransformersEngine:
                     temperature=params.logprob_temperature,
                     pad_token_id=self._pad_token_id,
                     recorder=self._recorder,
+                    kept=None if kept is None else kept[first : first + rows],
                 )
         return scored
 
@@ -195,7 +208,7 @@ class TransformersEngine:
         decoded: Decoded,
         scored: Scored | None,
         shape: tuple[int, int],
-        temperature: float,
+        params: SamplingParams,
         time_s: float,
     ) -> GenerationResult:
         new = len(decoded.tokens)
@@ -205,8 +218,12 @@ class TransformersEngine:
             tokens=decoded.tokens,
             log_probs=decoded.log_probs if scored is None else scored.log_probs[-new:],
             sampler_log_probs=None if scored is None else decoded.log_probs,
-            logprob_mode="full",
-            logprob_temperature=temperature,
+            logprob_mode="processed" if params.keeps_sets else "full",
+            logprob_temperature=params.logprob_temperature,
+            top_p_token_ids=None if decoded.kept is None else np.concatenate(decoded.kept),
+            top_p_token_offsets=None
+            if decoded.kept is None
+            else np.cumsum([0, *(len(ids) for ids in decoded.kept)], dtype=np.int32),
             finish_reason=decoded.finish_reason,
             span_starts=np.array([0], dtype=np.int32),
             span_ends=np.array([new], dtype=np.int32),

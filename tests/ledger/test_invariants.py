@@ -65,6 +65,13 @@ def masked(index: int, mask: Sequence[int], **changes: Any) -> Event:
     return dataclasses.replace(made, loss_mask=array, **changes)
 
 
+def kept(ids: list[int], offsets: list[int]) -> dict[str, Any]:
+    return {
+        "rollout_top_p_token_ids": ints(*ids),
+        "rollout_top_p_token_offsets": ints(*offsets),
+    }
+
+
 F32 = np.float32
 CASES: list[tuple[Event, dict[str, Any], str, str, str]] = [
     # Invariant I
@@ -75,6 +82,10 @@ CASES: list[tuple[Event, dict[str, Any], str, str, str]] = [
     (SEGMENT, {"start": -1}, "start", "0 or more", "-1"),
     (SEGMENT, {"logprob_mode": "half"}, "logprob_mode", "['full', 'processed']", "'half'"),
     (SEGMENT, {"finish_reason": "bored"}, "finish_reason", "'stop'", "'bored'"),
+    (SEGMENT, kept([1, 2, 3], [0, 1, 2]), "rollout_top_p_token_offsets", "4: one more", "3"),
+    (SEGMENT, kept([1, 2, 3], [0, 1, 1, 3]), "rollout_top_p_token_offsets", "one id a set", "1, 1"),
+    (SEGMENT, kept([1, 2, 3], [0, 1, 2, 4]), "rollout_top_p_token_offsets", "up to 3", "4"),
+    (SEGMENT, kept([1, -2, 3], [0, 1, 2, 3]), "rollout_top_p_token_ids", "0 or more", "-2"),
     (SEGMENT, spans([], [], []), "span_starts", "all 3 tokens", "no span"),
     (SEGMENT, spans([1], [3], [0]), "span_starts", "a span from 0", "1"),
     (SEGMENT, spans([0], [2], [0]), "span_ends", "ends at 3", "2"),

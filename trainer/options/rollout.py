@@ -77,6 +77,15 @@ OPTIONS: tuple[Option, ...] = (
         within=at_least(1, LARGEST, off=-1),
     ),
     Option(
+        "rollout_logprob_mode",
+        "rollout",
+        str,
+        "full",
+        "rollout log-probs of the whole vocabulary ('full'), or of what top-p and top-k left "
+        "('processed': the ids they left are recorded, and the trainer renormalises over them)",
+        choices=("full", "processed"),
+    ),
+    Option(
         "rollout_seed",
         "rollout",
         int,
