@@ -42,6 +42,7 @@ _MEGATRON_MODULES = (
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
     "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.dot_product_attention",
     "megatron.core.transformer.moe.router_replay",
 )
 

@@ -22,6 +22,7 @@ from trainer.megatron import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
+from trainer.packed_attention import CoreAttention
 
 __all__ = ["block_spec", "config_class", "config_options", "finish_model", "model_options"]
 
@@ -95,6 +96,7 @@ def block_spec(
         qk_layernorm=architecture.qk_norm,
         normalization="RMSNorm",
     )
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
     layers = [layer] * architecture.num_hidden_layers
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)

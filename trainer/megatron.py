@@ -33,6 +33,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -45,6 +46,8 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -57,15 +60,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
+    "AttnBackend",
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DotProductAttention",
     "Float16Module",
     "GPTModel",
     "LocalSpecProvider",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "PackedSeqParams",
     "RouterReplay",
     "RouterReplayAction",
     "RowParallelLinear",
