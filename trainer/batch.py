@@ -53,6 +53,10 @@ class Batch:
     """True where the response ended at the limit of new tokens."""
     expert_ids: tuple[npt.NDArray[np.integer], ...] | None
     """Of each sample [tokens − 1, MoE layers, K]; None where no sample has recorded routing."""
+    part_names: tuple[str, ...] = ()
+    """Names of the P parts that any of the rewards has, sorted."""
+    reward_parts_BP: npt.NDArray[np.float64] | None = None
+    """Parts of the last score of each sample; NaN where it lacks the part."""
 
     @property
     def offsets_T(self) -> npt.NDArray[np.int64]:  # noqa: N802
@@ -97,17 +101,24 @@ def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int6
         logprob_processed_B=pieces.logprob_processed_B,
         truncated_B=pieces.truncated_B,
         expert_ids=read_routing(reader, indices_B, lengths_B),
+        part_names=scores.part_names,
+        reward_parts_BP=scores.reward_parts_BP,
     )
+
+
+_APART = frozenset({"expert_ids", "part_names", "reward_parts_BP"})
+"""Fields that are no array of every step."""
 
 
 def batch_digest(batch: Batch, extra: Sequence[tuple[str, npt.NDArray[np.generic]]] = ()) -> bytes:
     """blake3 (32 bytes) over names, dtypes, shapes and bytes of all arrays of the batch, in order.
 
     `extra` are arrays that enter the step besides, such as the old log-probs of a later step of a
-    rollout. Floats count by their bits.
+    rollout, or the parts of the rewards where the estimator looks at them. Floats count by their
+    bits.
     """
     digest = blake3(b"trainer.batch.1")
-    named = [(f.name, getattr(batch, f.name)) for f in fields(batch) if f.name != "expert_ids"]
+    named = [(f.name, getattr(batch, f.name)) for f in fields(batch) if f.name not in _APART]
     routing = [("expert_ids", ids) for ids in batch.expert_ids or ()]
     for name, array in [*named, *routing, *extra]:
         digest.update(f"\x1f{name}:{array.dtype.str}:{array.shape}\x1f".encode())

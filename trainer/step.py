@@ -22,6 +22,7 @@ from ledger.weights import weights_root
 from trainer.algorithms.advantages import estimate_advantages
 from trainer.algorithms.aggregate import token_weights
 from trainer.algorithms.kl import approximate_kl
+from trainer.algorithms.needs import reward_parts_used
 from trainer.algorithms.rewards import RewardBatch
 from trainer.batch import Batch, batch_digest
 from trainer.megatron import unwrap
@@ -140,7 +141,7 @@ def run_step(
         grad_norm=grad_norm,
         metric_names=list(metrics),
         metric_values=np.array(list(metrics.values()), np.float64),
-        batch_digest=_digest_of(batch, step_in_rollout, old_log_probs_N),
+        batch_digest=_digest_of(batch, algorithm, step_in_rollout, old_log_probs_N),
         micro_batch_digests=micro_batch_digests(batch, plan, outcome.log_probs_N),
         gradient_digest=gradient_digest,
         optimizer_digest=state.optimizer_digest(),
@@ -188,6 +189,8 @@ def _signals(
         response_lengths_B=batch.response_lengths_B,
         loss_mask_N=batch.loss_mask_N,
         kl_N=kl_N,
+        part_names=batch.part_names,
+        reward_parts_BP=batch.reward_parts_BP,
     )
     return Signals(
         advantages_N=estimate_advantages(rewards, algorithm),
@@ -204,16 +207,23 @@ def _signals(
 
 
 def _digest_of(
-    batch: Batch, step_in_rollout: int, old_log_probs_N: npt.NDArray[np.float32] | None
+    batch: Batch,
+    algorithm: AlgorithmSettings,
+    step_in_rollout: int,
+    old_log_probs_N: npt.NDArray[np.float32] | None,
 ) -> bytes:
-    """The batch, and the old log-probs where they are an input of their own.
+    """The batch, and what else enters the step: parts of rewards, old log-probs.
 
-    In a rollout's first step they are a function of state and batch, given or not.
+    In a rollout's first step the old log-probs are a function of state and batch, given or not.
     """
-    if step_in_rollout == 0 or old_log_probs_N is None:
-        return batch_digest(batch)
-    old_N = np.where(batch.sampled_N > 0, old_log_probs_N, np.float32(np.nan))
-    return batch_digest(batch, [("old_log_probs", old_N)])
+    extra: list[tuple[str, npt.NDArray[np.generic]]] = []
+    for name in reward_parts_used(algorithm, batch.part_names):
+        column = batch.part_names.index(name)
+        extra.append((f"part:{name}", np.asarray(batch.reward_parts_BP)[:, column]))
+    if step_in_rollout > 0 and old_log_probs_N is not None:
+        old_N = np.where(batch.sampled_N > 0, old_log_probs_N, np.float32(np.nan))
+        extra.append(("old_log_probs", old_N))
+    return batch_digest(batch, extra)
 
 
 def _require_finite(state: TrainState, batch: Batch, plan: Partition, outcome: Outcome) -> None:

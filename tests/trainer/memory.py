@@ -109,15 +109,15 @@ def observation(index, tokens, *, start, rollout_id=None) -> ObservationAppended
     )
 
 
-def score(index, reward, *, rollout_id=None) -> SampleScored:
+def score(index, reward, *, rollout_id=None, parts=None) -> SampleScored:
     return SampleScored(
         index=index,
         rollout_id=index if rollout_id is None else rollout_id,
         group_index=0,
         raw_reward=float(reward),
         reward=float(reward),
-        part_names=[],
-        part_values=np.zeros(0, np.float64),
+        part_names=list(parts or {}),
+        part_values=np.array(list((parts or {}).values()), np.float64),
         verifier="test",
         verifier_version="0",
     )

@@ -22,7 +22,7 @@ class RewardBatch:
     an array [N] holds where the loss mask is 0 means nothing, NaN included.
 
     Raises InvalidArgument where it is made: lengths that disagree, a reward that is not finite, or
-    siblings (samples of one rollout) with different rewards, parts or groups.
+    siblings (samples of one rollout) with different rewards or groups.
     """
 
     rewards_B: Floats
@@ -59,9 +59,6 @@ class RewardBatch:
         self._check_siblings("group_index", self.group_index_B)
         if self.baseline_rewards_B is not None:
             self._check_siblings("baseline reward", self.baseline_rewards_B)
-        if self.reward_parts_BP is not None:
-            for number, name in enumerate(self.part_names):
-                self._check_siblings(f"reward part {name!r}", self.reward_parts_BP[:, number])
         for row in np.flatnonzero(~np.isfinite(self.rewards_B)):
             raise InvalidArgument(
                 explain(
@@ -97,6 +94,25 @@ class RewardBatch:
                         found=f"shape {array.shape}",
                     )
                 )
+
+    def part(self, name: str) -> Floats:
+        """[B] One part of the rewards.
+
+        Raises InvalidArgument where it is unknown, not finite, or not the same for siblings.
+        """
+        if self.reward_parts_BP is None or name not in self.part_names:
+            found = ", ".join(self.part_names) or "no parts"
+            raise _wrong_part(name, "a part of the rewards", found)
+        values_B = self.reward_parts_BP[:, self.part_names.index(name)]
+        for row in np.flatnonzero(~np.isfinite(values_B)):
+            raise _wrong_part(
+                name,
+                "a finite value for every sample",
+                f"{values_B[row]} for sample {row} of the batch, rollout_id "
+                f"{self.rollout_id_B[row]}",
+            )
+        self._check_siblings(f"reward part {name!r}", values_B)
+        return values_B
 
     def _check_siblings(self, name: str, values_B: npt.NDArray[np.generic]) -> None:
         first_B = values_B[self._first_E][self._rollout_B]
@@ -175,3 +191,15 @@ class RewardBatch:
         """[N] As `spread`, in float64."""
         values_N = np.repeat(values_E[self._rollout_B], self.response_lengths_B)
         return np.where(self.taken_N, values_N, 0.0)
+
+
+def _wrong_part(name: str, expected: str, found: str) -> InvalidArgument:
+    return InvalidArgument(
+        explain(
+            "reading a part of the rewards",
+            on=repr(name),
+            expected=expected,
+            found=found,
+            do="name parts that the reward function returns for every sample",
+        )
+    )

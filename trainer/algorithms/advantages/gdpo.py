@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ledger.errors import InvalidArgument, explain
 from trainer.algorithms.advantages.estimate import Floats, missing, whitened
 from trainer.algorithms.advantages.groups import group_relative
 from trainer.algorithms.rewards import RewardBatch
@@ -22,8 +21,7 @@ def gdpo(batch: RewardBatch, settings: AlgorithmSettings) -> npt.NDArray[np.floa
     in the paper and NeMo-RL; over loss tokens with `gdpo_whitening` "token", as in verl; off
     without `estimator_whitening`. The reward itself is not looked at.
 
-    Raises InvalidArgument: no parts, a part that is unknown or that a sample lacks, or another
-    number of weights.
+    Raises InvalidArgument: no parts, or a part that is unknown or that a sample lacks.
     """
     if batch.reward_parts_BP is None or not batch.part_names:
         raise missing(
@@ -31,13 +29,11 @@ def gdpo(batch: RewardBatch, settings: AlgorithmSettings) -> npt.NDArray[np.floa
             "rewards with parts",
             "take a reward function that returns parts, or another estimator",
         )
-    parts_EP = batch.by_rollout(batch.reward_parts_BP)
     keys = settings.gdpo_reward_keys or batch.part_names
     weights = settings.gdpo_reward_weights or (1.0,) * len(keys)
-    _check(batch, keys, weights)
-    summed_E = np.zeros(len(parts_EP), np.float64)
+    summed_E = np.zeros(len(batch.rollout_groups), np.float64)
     for key, weight in zip(keys, weights, strict=True):
-        rewards_E = parts_EP[:, batch.part_names.index(key)]
+        rewards_E = batch.by_rollout(batch.part(key))
         summed_E += weight * group_relative(batch, settings, rewards_E)
     if not settings.estimator_whitening:
         return batch.spread(summed_E)
@@ -56,33 +52,3 @@ def _over_rollouts(batch: RewardBatch, settings: AlgorithmSettings, summed_E: Fl
     out_E = np.zeros(len(summed_E), np.float64)
     out_E[counted_E] = whitened(summed_E[counted_E])
     return out_E
-
-
-def _check(batch: RewardBatch, keys: tuple[str, ...], weights: tuple[float, ...]) -> None:
-    unknown = sorted(set(keys) - set(batch.part_names))
-    expected: object = None
-    found: object = None
-    if unknown:
-        expected, found = f"parts of the reward: {', '.join(batch.part_names)}", ", ".join(unknown)
-    elif len(weights) != len(keys):
-        expected, found = f"a weight for each of {', '.join(keys)}", f"{len(weights)} weights"
-    else:
-        columns = [batch.part_names.index(key) for key in keys]
-        values_BK = np.asarray(batch.reward_parts_BP)[:, columns]
-        for row, column in np.argwhere(~np.isfinite(values_BK)):
-            expected = f"a finite part {keys[column]!r} of every reward"
-            found = (
-                f"{values_BK[row, column]} for sample {row} of the batch, rollout_id "
-                f"{batch.rollout_id_B[row]}"
-            )
-            break
-    if expected is not None:
-        raise InvalidArgument(
-            explain(
-                "estimating advantages",
-                on="--advantage-estimator gdpo, --gdpo-reward-keys and --gdpo-reward-weights",
-                expected=expected,
-                found=found,
-                do="name the parts that the reward function returns, with as many weights",
-            )
-        )

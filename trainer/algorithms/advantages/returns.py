@@ -56,18 +56,15 @@ def reinforce_plus_plus_baseline(batch: RewardBatch, settings: AlgorithmSettings
 def remax(batch: RewardBatch, settings: AlgorithmSettings) -> Estimate:
     """A_t = G_t − b, b the reward of the prompt's greedy rollout, G_t with γ = 1.
 
-    Li et al. 2023, "ReMax" (arXiv 2310.10505); verl, `core_algos.py`. Raises InvalidArgument where
-    the batch has no `baseline_rewards_B`, or one that is not finite.
+    Li et al. 2023, "ReMax" (arXiv 2310.10505); verl, `core_algos.py`. b is `baseline_rewards_B`,
+    or, where that is None, the part `remax_baseline_key` of the reward. Raises InvalidArgument
+    where there is neither.
     """
-    if batch.baseline_rewards_B is None or not np.isfinite(batch.baseline_rewards_B).all():
-        raise missing(
-            "remax",
-            "the reward of a greedy rollout of each prompt",
-            "have the reward function return it as a part of each reward, and name that part with "
-            "--remax-baseline-key",
-        )
+    baselines_B = batch.baseline_rewards_B
+    if baselines_B is None:
+        baselines_B = batch.part(settings.remax_baseline_key)
     returns_N = _returns(batch, settings, 1.0)
-    return _estimate(batch, returns_N - batch.baseline_rewards_B[batch.sample_N], returns_N)
+    return _estimate(batch, returns_N - baselines_B[batch.sample_N], returns_N)
 
 
 def ppo(batch: RewardBatch, settings: AlgorithmSettings) -> Estimate:
