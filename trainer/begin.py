@@ -150,8 +150,11 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     values["data"] = explicit.get("data", "recorded")
     if values["data"] == "recorded":
         # The recorded tokens were sampled by other weights than those that train on them from the
-        # second step on: the ratio must be taken against the policy that sampled.
-        values["use_rollout_logprobs"] = explicit.get("use_rollout_logprobs", True)
+        # second step on: the ratio must be taken against the policy that sampled, or corrected for
+        # it.
+        values["use_rollout_logprobs"] = explicit.get(
+            "use_rollout_logprobs", not values.get("use_tis", False)
+        )
         _refuse_useless(explicit, recorded)
     full = validate(_with_derived(values, explicit))
     changed = {
@@ -242,6 +245,10 @@ def _with_derived(values: dict[str, Any], explicit: Mapping[str, Any]) -> dict[s
         values["global_batch_size"] = None
     if "rollout_batch_size" in explicit and "over_sampling_batch_size" not in explicit:
         values["over_sampling_batch_size"] = None
+    if {"loss_aggregation", "rollout_max_response_len"} & set(explicit) and (
+        "loss_scale_factor" not in explicit
+    ):
+        values["loss_scale_factor"] = None
     return values
 
 

@@ -55,7 +55,7 @@ def compare_steps(
     The order: settings, batch, partition into micro-batches, log-probs (which micro-batch), loss,
     gradients, their norm, learning rate, metrics (which one), weights (which tensor), optimizer,
     random state. Floats are compared by their bits: NaN equals itself, and −0.0 is not 0.0.
-    Measurements do not count.
+    Measurements do not count, nor do metrics that `recorded` does not have.
     """
 
     def diverged(quantity: str, expected: object, found: object, where: str = "") -> Divergence:
@@ -100,20 +100,21 @@ def compare_steps(
     ):
         if _bits(expected) != _bits(found):
             return diverged(quantity, expected, found)
-    if list(recorded.metric_names) != list(again.metric_names):
-        return diverged("metrics", recorded.metric_names, again.metric_names, "names")
-    if len(recorded.metric_values) != len(again.metric_values):
+    if len(recorded.metric_values) != len(recorded.metric_names) or len(again.metric_values) != len(
+        again.metric_names
+    ):
         return diverged(
             "metrics", len(recorded.metric_values), len(again.metric_values), "number of values"
         )
-    for name, was, now in zip(
-        recorded.metric_names,
-        recorded.metric_values.tolist(),
-        again.metric_values.tolist(),
-        strict=True,
+    # A later version may measure more; what was recorded has to come out again.
+    measured = dict(zip(again.metric_names, again.metric_values.tolist(), strict=True))
+    if [name for name in again.metric_names if name in set(recorded.metric_names)] != list(
+        recorded.metric_names
     ):
-        if _bits(was) != _bits(now):
-            return diverged("metrics", was, now, name)
+        return diverged("metrics", recorded.metric_names, again.metric_names, "names")
+    for name, was in zip(recorded.metric_names, recorded.metric_values.tolist(), strict=True):
+        if _bits(was) != _bits(measured[name]):
+            return diverged("metrics", was, measured[name], name)
     tensor = first_difference(records_of_event(recorded_weights), records_of_event(again_weights))
     if tensor is not None or recorded_weights.root != again_weights.root:
         return diverged("weights", recorded_weights.root, again_weights.root, tensor or "root")

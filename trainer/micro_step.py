@@ -15,12 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer.algorithms.corrections import Correction, off_policy_correction
 from trainer.algorithms.kl import approximate_kl
 from trainer.algorithms.losses import LossInputs, policy_loss
 from trainer.batch import Batch
 from trainer.forward import log_probs_at, micro_output
 from trainer.megatron import get_forward_backward_func
 from trainer.microbatch import MicroBatch
+from trainer.parallel import device as current_device
 from trainer.ranks import data_parallel_size, is_last_stage, share
 from trainer.routing_replay import finish_backward, is_moe
 from trainer.settings import AlgorithmSettings
@@ -39,6 +41,8 @@ class Signals:
     old_log_probs_N: npt.NDArray[np.float32] | None
     """What the ratio is taken against; None: the detached current ones."""
     ref_log_probs_N: npt.NDArray[np.float32] | None
+    correction: Correction | None = None
+    """[N] Of the whole step, where it is worked out before; None: each micro-batch does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,6 +56,9 @@ class Outcome:
     entropy_N: npt.NDArray[np.float32]
     """Of the distribution that each token was drawn from, in nats."""
     policy_loss_N: npt.NDArray[np.float32]
+    """Off-policy corrections included."""
+    correction_weights_N: npt.NDArray[np.float32]
+    """What they multiplied it with: 0 where the token was rejected, 1 where none is on."""
     kl_N: npt.NDArray[np.float32]
     """KL to the reference by `kl_loss_type`; zeros without a reference."""
     clipped_low_N: npt.NDArray[np.bool_] = field(metadata={"dtype": np.bool_})
@@ -95,8 +102,9 @@ def forward_backward(
 ) -> Outcome:
     """Leave the gradients of the step's loss in `state`; returns what came out, on every rank.
 
-    Loss = Σ_t w_t · (policy_loss_t − entropy_coef · H_t + kl_loss_coef · kl_t). `micros` are this
-    rank's of the `n_micro` micro-batches of the step.
+    Loss = Σ_t w_t · (c_t · policy_loss_t − entropy_coef · H_t + kl_loss_coef · kl_t), c the weights
+    of the off-policy corrections, and nothing of a token that they reject. `micros` are this rank's
+    of the `n_micro` micro-batches of the step.
     """
     state.zero_grad()
     # Megatron averages over the micro-batches of a rank and over the data-parallel ranks; our
@@ -174,13 +182,23 @@ def _loss(
         n_sequences=micro.samples.stop - micro.samples.start,
     )
     result = policy_loss(inputs, algorithm)
-    token_loss_n = result.loss_N
+    policy_loss_n = token_loss_n = result.loss_N
+    correction_weights_n = torch.ones_like(current_n)
+    known = None if signals.correction is None else _part(signals.correction, micro)
+    correction = off_policy_correction(inputs, algorithm, known=known)
+    if correction is not None:
+        weights_n = torch.where(correction.keep_N, weights_n, 0.0)
+        correction_weights_n = torch.where(correction.keep_N, correction.weights_N, 0.0)
+        policy_loss_n = token_loss_n = token_loss_n * correction_weights_n
     if algorithm.entropy_coef != 0:
         token_loss_n = token_loss_n - algorithm.entropy_coef * entropy_n
     kl_n = torch.zeros_like(current_n)
     if signals.ref_log_probs_N is not None:
         kl_n = approximate_kl(
-            log_probs_n, beside_current(signals.ref_log_probs_N), algorithm.kl_loss_type
+            log_probs_n,
+            beside_current(signals.ref_log_probs_N),
+            algorithm.kl_loss_type,
+            old_log_probs=old_n if algorithm.use_unbiased_kl else None,
         )
     if algorithm.kl_loss_coef != 0:
         token_loss_n = token_loss_n + algorithm.kl_loss_coef * kl_n
@@ -193,9 +211,19 @@ def _loss(
         losses_M=np.array([float(loss.detach())]),
         log_probs_N=taken(log_probs_n),
         entropy_N=taken(entropy_n),
-        policy_loss_N=taken(result.loss_N),
+        policy_loss_N=taken(policy_loss_n),
+        correction_weights_N=taken(correction_weights_n),
         kl_N=taken(kl_n),
         clipped_low_N=taken(result.clipped_low_N),
         clipped_high_N=taken(result.clipped_high_N),
     )
     return loss * scale, outcome
+
+
+def _part(correction: Correction, micro: MicroBatch) -> Correction:
+    """The correction of a micro-batch's tokens, from that of the step."""
+    at = current_device()
+    return Correction(
+        weights_N=correction.weights_N[micro.responses].to(at),
+        keep_N=correction.keep_N[micro.responses].to(at),
+    )

@@ -9,6 +9,7 @@ from typing import Any
 from ledger.errors import InvalidArgument, explain
 from trainer.options import OPTIONS
 from trainer.ranges import LARGEST_FLOAT
+from trainer.settings_conditions import WITH_CONSTANT
 
 __all__ = ["check_values", "content_of", "defaults", "places_of", "validate"]
 
@@ -104,6 +105,8 @@ def validate(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     if full["over_sampling_batch_size"] is None:
         full["over_sampling_batch_size"] = full["rollout_batch_size"]
+    if full["loss_scale_factor"] is None and full["loss_aggregation"] in WITH_CONSTANT:
+        full["loss_scale_factor"] = float(full["rollout_max_response_len"])
     if full["use_kl_loss"] and full["kl_coef"]:
         raise InvalidArgument(
             explain(

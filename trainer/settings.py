@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ledger.errors import InvalidArgument, explain
+from trainer.settings_conditions import loss_conditions
 
 __all__ = [
     "AlgorithmSettings",
@@ -128,6 +129,55 @@ class AlgorithmSettings:
     """Old log-probs are the engine's instead of the trainer's before the step."""
     rollout_temperature: float = 1.0
     """Logits are divided by it before log-probabilities are taken."""
+    cispo_form: str = "slime"
+    """'slime': the ratio clipped on both sides; 'canonical': above only."""
+    tau_pos: float = 1.0
+    """Temperature of SAPO's gate where the advantage is above 0."""
+    tau_neg: float = 1.05
+    clip_cov_ratio: float = 0.0002
+    """Share of a micro-batch's loss tokens that Clip-Cov takes out."""
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    """Share of a micro-batch's loss tokens that KL-Cov penalises."""
+    ppo_kl_coef: float = 1.0
+    """Weight of KL-Cov's penalty."""
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    loss_aggregation: str = "rollout"
+    """A name of the table in `trainer.algorithms.aggregate`."""
+    loss_scale_factor: float | None = None
+    """Tokens that a sample's sum is divided by, where the aggregation has such a constant."""
+    use_unbiased_kl: bool = False
+    """The KL in the loss is multiplied by the ratio of current to old policy."""
+    use_tis: bool = False
+    """An off-policy correction, see `trainer.algorithms.corrections`."""
+    tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
+    custom_tis_function_path: str | None = None
+    """None: truncated importance sampling; 'icepop', 'mis', or one's own."""
+    mis_level: str = "token"
+    """'token', 'sequence' or 'geometric'."""
+    mis_mode: str = "truncate"
+    """'truncate', 'clip' or 'mask'."""
+    mis_upper_bound: float = 2.0
+    mis_lower_bound: float | None = None
+    """None: 1 / mis_upper_bound."""
+    mis_veto_threshold: float | None = None
+    """Ratio of a single token below which its sample is rejected; None: off."""
+    mis_batch_normalize: bool = False
+    use_opsm: bool = False
+    """Off-policy sequence masking."""
+    opsm_delta: float = 1e-4
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Only tokens of the newest version of each sample enter the loss."""
+
+    @property
+    def aggregation(self) -> str:
+        """How token losses become the step's: `calculate_per_token_loss` is 'token'."""
+        return "token" if self.calculate_per_token_loss else self.loss_aggregation
 
     def __post_init__(self) -> None:
         """Check what can be checked without the registries; raises InvalidArgument."""
@@ -163,6 +213,7 @@ class AlgorithmSettings:
                 self.use_kl_loss or self.kl_loss_coef == 0,
             ),
             *self._advantage_rules(),
+            *loss_conditions(self),
         ):
             if not right:
                 raise InvalidArgument(

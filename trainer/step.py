@@ -21,8 +21,9 @@ from ledger.events import SignalRecorded, StepCommitted, WeightsPublished
 from ledger.weights import weights_root
 from trainer.algorithms.advantages import estimate_advantages
 from trainer.algorithms.aggregate import token_weights
+from trainer.algorithms.corrections import rollout_correction
 from trainer.algorithms.kl import approximate_kl
-from trainer.algorithms.needs import reward_parts_used
+from trainer.algorithms.needs import needs_old_log_probs, reward_parts_used
 from trainer.algorithms.rewards import RewardBatch
 from trainer.batch import Batch, batch_digest
 from trainer.megatron import unwrap
@@ -34,6 +35,7 @@ from trainer.settings import AlgorithmSettings, BatchSettings, layout_record, se
 from trainer.state import TrainState
 from trainer.step_check import check_step
 from trainer.step_events import micro_batch_digests, signal_events, step_metrics, weights_event
+from trainer.whole_step import step_inputs
 
 __all__ = ["StepResult", "run_step"]
 
@@ -79,7 +81,8 @@ def run_step(
     detached current ones, bit for bit. In later ones (`step_in_rollout` > 0) hand them in as
     `old_log_probs_N`: by `scoring.score_policy` before the first step, or, in a replay, the
     `log_probs` of the step's recorded signals, one after the other. With `use_rollout_logprobs`
-    they are the engine's and nothing is handed in.
+    they are the engine's and nothing is handed in. `needs_old_log_probs` says which settings need
+    them handed in for the first step as well.
 
     `reference` is a frozen model (Megatron's), needed with `kl_coef` or `use_kl_loss`; one with
     experts routes by its own routers. `data_time_s` is recorded as it is.
@@ -110,9 +113,24 @@ def run_step(
     settings, settings_id = canonical_json(all_settings), json_digest(all_settings)
     trainer_N = outcome.log_probs_N if old_log_probs_N is None else old_log_probs_N
     metrics = step_metrics(
-        batch, signals, outcome, trainer_N, grad_norm=grad_norm, learning_rate=learning_rate
+        batch,
+        signals,
+        outcome,
+        algorithm,
+        trainer_N,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
     )
-    signal_recorded = signal_events(batch, signals, trainer_N, step=step, settings_id=settings_id)
+    signal_recorded = signal_events(
+        batch,
+        signals,
+        trainer_N,
+        correction_weights_N=outcome.correction_weights_N
+        if algorithm.use_tis or algorithm.use_opsm
+        else None,
+        step=step,
+        settings_id=settings_id,
+    )
     weights = weights_event(
         state.tensor_records(),
         weight_version=weight_version_out,
@@ -192,17 +210,24 @@ def _signals(
         part_names=batch.part_names,
         reward_parts_BP=batch.reward_parts_BP,
     )
+    advantages_N = estimate_advantages(rewards, algorithm)
+    correction = None
+    if needs_old_log_probs(algorithm) and old_N is not None:
+        inputs = step_inputs(batch, advantages_N, old_N, old_N)
+        correction = rollout_correction(inputs, algorithm)
     return Signals(
-        advantages_N=estimate_advantages(rewards, algorithm),
+        advantages_N=advantages_N,
         weights_N=token_weights(
             batch.loss_mask_N,
             batch.response_lengths_B,
             batch.rollout_id_B,
-            calculate_per_token_loss=algorithm.calculate_per_token_loss,
+            aggregation=algorithm.aggregation,
             global_batch_size=sizes.global_batch_size,
+            loss_scale_factor=algorithm.loss_scale_factor,
         ),
         old_log_probs_N=old_N,
         ref_log_probs_N=ref_N,
+        correction=correction,
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ledger.errors import InvalidArgument, explain
+from trainer.algorithms.needs import needs_old_log_probs
 from trainer.batch import Batch
 from trainer.routing_replay import is_moe
 from trainer.settings import AlgorithmSettings, BatchSettings
@@ -68,6 +69,14 @@ def _check_old(
     old_log_probs_N: npt.NDArray[np.float32] | None,
 ) -> None:
     if old_log_probs_N is None:
+        if needs_old_log_probs(algorithm):
+            raise _wrong(
+                "--mis-batch-normalize",
+                "the log-probs by the policy before the step: the weights of the whole step are "
+                "needed before its first micro-batch",
+                "none",
+                "compute them by trainer.scoring.score_policy before the step",
+            )
         if step_in_rollout > 0 and not algorithm.use_rollout_logprobs:
             raise _wrong(
                 f"step {step_in_rollout} of its rollout",

@@ -6,20 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from blake3 import blake3
 
 from ledger.events import SignalRecorded, WeightsPublished
 from ledger.weights import TensorRecord, weights_root
+from trainer.algorithms.correction_metrics import correction_metrics
 from trainer.algorithms.metrics import (
     length_metrics,
     mean_where,
     mismatch_metrics,
+    ppo_kl,
     reward_metrics,
     spread_metrics,
 )
 from trainer.batch import Batch
 from trainer.micro_step import Outcome, Signals
 from trainer.microbatch import Partition
+from trainer.settings import AlgorithmSettings
+from trainer.whole_step import step_inputs
 
 __all__ = ["micro_batch_digests", "signal_events", "step_metrics", "weights_event"]
 
@@ -49,10 +54,16 @@ def signal_events(
     signals: Signals,
     trainer_log_probs_N: npt.NDArray[np.float32],
     *,
+    correction_weights_N: npt.NDArray[np.float32] | None,
     step: int,
     settings_id: bytes,
 ) -> list[SignalRecorded]:
-    """One event a sample, in training order. Log-probs are NaN where nothing was sampled."""
+    """One event a sample, in training order. Log-probs are NaN where nothing was sampled.
+
+    Correction weights are 0 wherever the loss mask is 0, and None where no correction is on.
+    """
+    if correction_weights_N is not None:
+        correction_weights_N = np.where(batch.loss_mask_N > 0, correction_weights_N, np.float32(0))
     unsampled_N = batch.sampled_N == 0
     log_probs_N = trainer_log_probs_N.copy()
     log_probs_N[unsampled_N] = np.nan
@@ -70,6 +81,9 @@ def signal_events(
             log_probs=log_probs_N[first:last],
             ref_log_probs=None if ref_N is None else ref_N[first:last],
             advantages=signals.advantages_N[first:last],
+            correction_weights=None
+            if correction_weights_N is None
+            else correction_weights_N[first:last],
         )
         for index, first, last in zip(batch.indices_B, offsets[:-1], offsets[1:], strict=True)
     ]
@@ -103,6 +117,7 @@ def step_metrics(
     batch: Batch,
     signals: Signals,
     outcome: Outcome,
+    algorithm: AlgorithmSettings,
     trainer_log_probs_N: npt.NDArray[np.float32],
     *,
     grad_norm: float,
@@ -132,6 +147,12 @@ def step_metrics(
     }
     if signals.ref_log_probs_N is not None:
         metrics["ref_kl"] = mean_where(outcome.kl_N, mask_N)
+    old_N = signals.old_log_probs_N
+    old_N = outcome.log_probs_N if old_N is None else old_N
+    metrics["ppo_kl"] = ppo_kl(outcome.log_probs_N, old_N, mask_N)
+    inputs = step_inputs(batch, signals.advantages_N, outcome.log_probs_N, old_N)
+    weights_N = torch.from_numpy(outcome.correction_weights_N)
+    metrics |= correction_metrics(inputs, algorithm, weights_N)
     metrics |= mismatch_metrics(trainer_log_probs_N, batch.rollout_log_probs_N, batch.sampled_N)
     metrics |= spread_metrics("advantage", signals.advantages_N, mask_N)
     metrics |= reward_metrics(

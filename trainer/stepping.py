@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.events import StepCommitted
 from ledger.reader import Reader
 from ledger.views import TableSource
+from trainer.algorithms.needs import needs_old_log_probs
+from trainer.algorithms.offpolicy_mask import mask_offpolicy
 from trainer.batch import Batch, load_batch
 from trainer.batch_lengths import read_lengths
 from trainer.microbatch import Partition, partition_for
@@ -122,6 +124,9 @@ def take_rollout(
     for plan in planned:
         began = time.perf_counter()
         batch, cut_up = plan_step(reader, plan.indices, sizes, recorded=plan.partition)
+        if algorithm.mask_offpolicy_in_partial_rollout:
+            newest_N = mask_offpolicy(batch.weight_versions_N, batch.sampled_N, batch.offsets_N)
+            batch = replace(batch, loss_mask_N=newest_N * batch.loss_mask_N)
         batches.append((batch, cut_up, time.perf_counter() - began))
     old: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
     if planned[0].step_in_rollout and not algorithm.use_rollout_logprobs:
@@ -129,9 +134,11 @@ def take_rollout(
         # but the steps that were recorded say what it thought.
         old = [_recorded_old_log_probs(reader, batch) for batch, _, _ in batches]
     elif not algorithm.use_rollout_logprobs:
-        # The first step's are the detached current ones, bit for bit: no forward is needed.
-        old[1:] = [
-            score_policy(state, batch, cut_up, algorithm) for batch, cut_up, _ in batches[1:]
+        # The first step's are the detached current ones, bit for bit: it needs no forward, unless
+        # they are asked for before the step.
+        first = 0 if needs_old_log_probs(algorithm) else 1
+        old[first:] = [
+            score_policy(state, batch, cut_up, algorithm) for batch, cut_up, _ in batches[first:]
         ]
     for plan, (batch, cut_up, data_time_s), old_log_probs_N in zip(
         planned, batches, old, strict=True

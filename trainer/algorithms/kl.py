@@ -39,10 +39,9 @@ def k3(d: torch.Tensor) -> torch.Tensor:
 
 
 def low_var_kl(d: torch.Tensor) -> torch.Tensor:
-    # Beyond ±20 k3 is above 10, so the inner clamp changes no value; without it e^(−d) overflows,
-    # and the gradient is 0 · ∞.
-    bounded = torch.clamp(d, -D_CLAMP, D_CLAMP)
-    return torch.clamp(k3(bounded), -LOW_VAR_CLAMP, LOW_VAR_CLAMP)
+    """k3 of d within ±20 (Miles); `approximate_kl` clamps it, and a ratio before, to ±10."""
+    # Without the bound e^(−d) overflows, and the gradient of the clamp is 0 · ∞.
+    return k3(torch.clamp(d, -D_CLAMP, D_CLAMP))
 
 
 KL_TYPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -55,8 +54,23 @@ KL_TYPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def approximate_kl(
-    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kl_type: str
+    log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    kl_type: str,
+    *,
+    old_log_probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """KL of each token, float32, shape of the arguments. Raises InvalidArgument: unknown type."""
+    """KL of each token, float32, shape of the arguments.
+
+    With `old_log_probs` (`--use-unbiased-kl`) the estimator is multiplied by e^(log_probs −
+    old_log_probs), through which the gradient flows too: tokens were sampled from the old policy,
+    and so its mean is the KL of the current one. DeepSeek-AI 2025, "DeepSeek-V3.2". As in slime the
+    product is taken before `low_var_kl` clamps.
+
+    Raises InvalidArgument: unknown type.
+    """
     estimator = resolve(KL_TYPES, kl_type, setting="--kl-loss-type")
-    return estimator(log_probs.float() - ref_log_probs.float())
+    value = estimator(log_probs.float() - ref_log_probs.float())
+    if old_log_probs is not None:
+        value = value * torch.exp(log_probs.float() - old_log_probs.float())
+    return torch.clamp(value, -LOW_VAR_CLAMP, LOW_VAR_CLAMP) if kl_type == "low_var_kl" else value

@@ -9,7 +9,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["length_metrics", "mean_where", "mismatch_metrics", "reward_metrics", "spread_metrics"]
+__all__ = [
+    "length_metrics",
+    "mean_where",
+    "mismatch_metrics",
+    "ppo_kl",
+    "reward_metrics",
+    "spread_metrics",
+]
 
 
 def reward_metrics(
@@ -94,3 +101,17 @@ def mismatch_metrics(
         "behaviour_kl": kl,
         "effective_sample_size": size,
     }
+
+
+def ppo_kl(
+    log_probs_N: npt.NDArray[np.float32],
+    old_log_probs_N: npt.NDArray[np.float32],
+    loss_mask_N: npt.NDArray[np.uint8],
+) -> float:
+    """Mean of old − current log-prob over loss tokens: how far a step starts from the old policy.
+
+    0 in a rollout's first step, whose old policy is the current one.
+    """
+    taken = loss_mask_N > 0
+    moved = old_log_probs_N[taken].astype(np.float64) - log_probs_N[taken].astype(np.float64)
+    return float(moved.mean()) if len(moved) else float("nan")

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from trainer.algorithms.correction_names import correction_name
 from trainer.settings import AlgorithmSettings
 
-__all__ = ["needs_teacher", "needs_values", "reward_parts_used"]
+__all__ = ["needs_old_log_probs", "needs_teacher", "needs_values", "reward_parts_used"]
+
+
+def needs_old_log_probs(settings: AlgorithmSettings) -> bool:
+    """Whether old log-probs must be scored by a forward of their own before the step.
+
+    Elsewhere those of a rollout's first step are the detached current ones, which every micro-batch
+    has for itself. MIS with `mis_batch_normalize` needs those of the whole step at once.
+    """
+    return (
+        settings.use_tis
+        and settings.mis_batch_normalize
+        and correction_name(settings.custom_tis_function_path) == "mis"
+    )
 
 
 def needs_values(algorithm: AlgorithmSettings) -> bool:

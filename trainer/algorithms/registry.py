@@ -80,7 +80,7 @@ def _translating(custom: Callable[..., Any], name: str, setting: str) -> Callabl
 
 
 def _size(batch: Any) -> str:
-    """Which data it was, in words: the samples of an estimator, the rows of a loss."""
+    """Which data it was, in words: the samples of an estimator, or the tokens of a loss."""
     rollouts = getattr(batch, "rollout_id_B", None)
     if rollouts is not None:
         shown = ", ".join(str(r) for r in rollouts[:4]) + (", …" if len(rollouts) > 4 else "")

@@ -8,7 +8,14 @@ from trainer.ranges import above, at_least
 __all__ = ["OPTIONS"]
 
 OPTIONS: tuple[Option, ...] = (
-    Option("policy_loss", "algorithm", str, "ppo_clip", "how advantages become a loss"),
+    Option(
+        "policy_loss",
+        "algorithm",
+        str,
+        "ppo_clip",
+        "how advantages become a loss: ppo_clip, gspo, cispo, gmpo, sapo, dppo_tv, dppo_kl, "
+        "clip_cov, kl_cov, reinforce, vespo, or 'package.module:function'",
+    ),
     Option(
         "eps_clip", "algorithm", float, 0.2, "lower clip range of the ratio", within=at_least(0, 1)
     ),
