@@ -18,6 +18,7 @@ from trainer.batch_pieces import read_pieces
 from trainer.batch_routing import read_routing
 from trainer.batch_rows import distinct_samples
 from trainer.batch_scores import read_scores
+from trainer.kept_sets import KeptSets
 
 __all__ = ["Batch", "batch_digest", "load_batch"]
 
@@ -57,6 +58,11 @@ class Batch:
     """Names of the P parts that any of the rewards has, sorted."""
     reward_parts_BP: npt.NDArray[np.float64] | None = None
     """Parts of the last score of each sample; NaN where it lacks the part."""
+    kept_ids_K: npt.NDArray[np.int32] | None = None
+    """The ids that top-p and top-k left at each token, the sets one after the other; None where
+    no sample has recorded sets."""
+    kept_lengths_N: npt.NDArray[np.int64] | None = None
+    """Ids in the set of each token; 0 where it has none."""
 
     @property
     def offsets_T(self) -> npt.NDArray[np.int64]:  # noqa: N802
@@ -67,6 +73,13 @@ class Batch:
     def offsets_N(self) -> npt.NDArray[np.int64]:  # noqa: N802
         """[B+1] The response of sample b is offsets_N[b]:offsets_N[b+1] of every array [N]."""
         return _offsets(self.response_lengths_B)
+
+    @property
+    def kept_sets(self) -> KeptSets | None:
+        """What top-p and top-k left at each of the N response tokens, where it was recorded."""
+        if self.kept_ids_K is None or self.kept_lengths_N is None:
+            return None
+        return KeptSets(self.kept_ids_K, self.kept_lengths_N)
 
 
 def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
@@ -103,6 +116,8 @@ def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int6
         expert_ids=read_routing(reader, indices_B, lengths_B),
         part_names=scores.part_names,
         reward_parts_BP=scores.reward_parts_BP,
+        kept_ids_K=pieces.kept_ids_K,
+        kept_lengths_N=pieces.kept_lengths_N,
     )
 
 
@@ -115,10 +130,14 @@ def batch_digest(batch: Batch, extra: Sequence[tuple[str, npt.NDArray[np.generic
 
     `extra` are arrays that enter the step besides, such as the old log-probs of a later step of a
     rollout, or the parts of the rewards where the estimator looks at them. Floats count by their
-    bits.
+    bits. What a batch does not have (None) is left out.
     """
     digest = blake3(b"trainer.batch.1")
-    named = [(f.name, getattr(batch, f.name)) for f in fields(batch) if f.name not in _APART]
+    named = [
+        (f.name, value)
+        for f in fields(batch)
+        if f.name not in _APART and (value := getattr(batch, f.name)) is not None
+    ]
     routing = [("expert_ids", ids) for ids in batch.expert_ids or ()]
     for name, array in [*named, *routing, *extra]:
         digest.update(f"\x1f{name}:{array.dtype.str}:{array.shape}\x1f".encode())

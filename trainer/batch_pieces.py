@@ -34,6 +34,8 @@ _SEGMENT_COLUMNS = (
     "span_ends",
     "span_versions",
     "logprob_temperature",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
     "logprob_mode",
     "finish_reason",
 )
@@ -54,6 +56,8 @@ class Pieces:
     logprob_temperatures_B: npt.NDArray[np.float64]
     logprob_processed_B: npt.NDArray[np.bool_]
     truncated_B: npt.NDArray[np.bool_]
+    kept_ids_K: npt.NDArray[np.int32] | None
+    kept_lengths_N: npt.NDArray[np.int64] | None
 
 
 def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces:
@@ -128,6 +132,7 @@ def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces
         raise _invalid(
             indices_B, position, f"rollout_id {rollout_id_B[position]}", rollout_P[strangers[0]]
         )
+    kept_ids_K, kept_lengths_N = _kept_sets(table, indices_B, position_P, segment_P, lengths_P)
     return Pieces(
         group_index_B=_numbers(table, "group_index", np.int64)[prompt_P],
         rollout_id_B=rollout_id_B,
@@ -140,6 +145,8 @@ def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces
         logprob_temperatures_B=per_sample["logprob_temperature"],
         logprob_processed_B=per_sample["processed"],
         truncated_B=_numbers(table, "truncated", np.bool_)[last_B],
+        kept_ids_K=kept_ids_K,
+        kept_lengths_N=kept_lengths_N,
     )
 
 
@@ -266,6 +273,58 @@ def _token_versions(
             f"starts {starts_S[here].tolist()}, ends {ends_S[here].tolist()}",
         )
     return np.repeat(versions_S, ends_S - starts_S)
+
+
+def _kept_sets(
+    table: pa.Table,
+    indices_B: npt.NDArray[np.int64],
+    position_P: npt.NDArray[np.int64],
+    segment_P: npt.NDArray[np.bool_],
+    lengths_P: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.int64] | None]:
+    """Ids [K] that top-p and top-k left, all sets one after the other, and the length of each
+    token's set [N], 0 where it has none; (None, None) where no segment has sets."""
+    ids_K, n_ids_P = _lists(table, "rollout_top_p_token_ids", np.int32)
+    offsets, n_offsets_P = _lists(table, "rollout_top_p_token_offsets", np.int64)
+    if not len(offsets):
+        return None, None
+    with_sets_P = n_offsets_P > 0
+    uneven = np.flatnonzero(with_sets_P & (n_offsets_P != lengths_P + 1))
+    # Differences within each piece: those across a border between two are left out.
+    differences = np.diff(offsets)
+    borders = np.cumsum(n_offsets_P[with_sets_P])[:-1] - 1
+    lengths = np.delete(differences, borders)
+    if not len(uneven):
+        piece = np.repeat(np.flatnonzero(with_sets_P), lengths_P[with_sets_P])
+        sums_P = np.bincount(piece, weights=lengths, minlength=len(lengths_P)).astype(np.int64)
+        uneven = np.flatnonzero(sums_P != n_ids_P)
+    if len(uneven):
+        raise _invalid(
+            indices_B,
+            int(position_P[uneven[0]]),
+            f"offsets of {lengths_P[uneven[0]]} sets that end at {n_ids_P[uneven[0]]} ids",
+            f"{n_offsets_P[uneven[0]]} offsets",
+        )
+    response_P = table.column("kind").to_numpy() != _PROMPT
+    lengths_N = np.zeros(int(lengths_P[response_P].sum()), np.int64)
+    has_set_N = np.repeat((segment_P & with_sets_P)[response_P], lengths_P[response_P])
+    lengths_N[has_set_N] = lengths
+    tokens_T, _ = _lists(table, "tokens", np.int32)
+    tokens_N = tokens_T[np.repeat(response_P, lengths_P)]
+    owner_K = np.repeat(np.arange(len(lengths_N)), lengths_N)
+    found_N = np.zeros(len(lengths_N), bool)
+    found_N[owner_K[ids_K == tokens_N[owner_K]]] = True
+    lost = np.flatnonzero(has_set_N & ~found_N)
+    if len(lost):
+        sample_N = np.repeat(position_P[response_P], lengths_P[response_P])
+        raise _invalid(
+            indices_B,
+            int(sample_N[lost[0]]),
+            f"token {tokens_N[lost[0]]} among the ids that top-p and top-k left where it was "
+            "sampled",
+            ids_K[owner_K == lost[0]].tolist(),
+        )
+    return ids_K, lengths_N
 
 
 def _invalid(

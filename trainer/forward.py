@@ -10,10 +10,13 @@ import contextlib
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
+from trainer.kept_sets import log_probs_over_sets
 from trainer.megatron import unwrap
 from trainer.microbatch import MicroBatch
 from trainer.parallel import device
@@ -55,7 +58,6 @@ def log_probs_at(
     logits_BTV: Tensor,
     micro: MicroBatch,
     *,
-    temperature: float,
     want_entropy: bool = False,
     entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -66,22 +68,45 @@ def log_probs_at(
     gradients are enabled, into the entropy only with `entropy_gradient`.
 
     The arithmetic is `log_softmax(logits / temperature)` and a gather, in float32, so that an
-    engine which does the same on bitwise equal logits gets bitwise equal numbers.
+    engine which does the same on bitwise equal logits gets bitwise equal numbers. The temperature
+    is the one recorded with each sample, whatever the options of this run say; where the ids that
+    top-p and top-k left are recorded, the softmax is over them alone.
     """
     columns_n = torch.from_numpy(micro.columns_n).to(logits_BTV.device)
     targets_n = torch.from_numpy(micro.targets_n).to(logits_BTV.device)
-    scaled_nV = logits_BTV.flatten(0, 1).index_select(0, columns_n)
-    return _log_probs(scaled_nV, targets_n, temperature, want_entropy, entropy_gradient)
+    logits_nV = logits_BTV.flatten(0, 1).index_select(0, columns_n)
+    temperature = _temperature(micro.temperatures_n, logits_nV)
+    if micro.kept_sets is not None:
+        with_entropy = want_entropy and entropy_gradient
+        scaled_nV = (logits_nV / temperature).float()
+        log_probs_n, entropy_n = log_probs_over_sets(
+            scaled_nV, targets_n, micro.kept_sets, want_entropy=with_entropy
+        )
+        if want_entropy and not with_entropy:
+            _, entropy_n = log_probs_over_sets(
+                scaled_nV.detach(), targets_n, micro.kept_sets, want_entropy=True
+            )
+        return log_probs_n, entropy_n
+    return _log_probs(logits_nV, targets_n, temperature, want_entropy, entropy_gradient)
+
+
+def _temperature(temperatures_n: npt.NDArray[np.float64], logits_nV: Tensor) -> float | Tensor:
+    """One number where all tokens have the same, which an engine divides by too; else [n, 1]."""
+    if len(temperatures_n) == 0:
+        return 1.0
+    if (temperatures_n == temperatures_n[0]).all():
+        return float(temperatures_n[0])
+    return torch.from_numpy(temperatures_n).to(logits_nV.device, torch.float32)[:, None]
 
 
 def _log_probs(
     logits_nV: Tensor,
     targets_n: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     want_entropy: bool,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if temperature != 1.0:
+    if isinstance(temperature, Tensor) or temperature != 1.0:
         logits_nV = logits_nV / temperature
     log_probs_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     log_probs_n = log_probs_nV.gather(-1, targets_n.unsqueeze(-1)).squeeze(-1)

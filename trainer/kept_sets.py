@@ -9,13 +9,15 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-__all__ = ["KeptSets", "join_kept", "log_probs_over_sets"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["KeptSets", "log_probs_over_sets"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,17 +40,6 @@ class KeptSets:
         return KeptSets(self.ids_K[np.repeat(first, lengths) + within], lengths)
 
 
-def join_kept(pieces: list[tuple[int, KeptSets | None]]) -> KeptSets:
-    """One after the other: (number of tokens, their sets or None where there are none)."""
-    ids = [sets.ids_K for _, sets in pieces if sets is not None]
-    lengths = [
-        np.zeros(count, np.int64) if sets is None else sets.lengths_n for count, sets in pieces
-    ]
-    return KeptSets(
-        np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32), np.concatenate(lengths)
-    )
-
-
 def log_probs_over_sets(
     scaled_nV: Tensor, targets_n: Tensor, sets: KeptSets, *, want_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -59,6 +50,8 @@ def log_probs_over_sets(
     set is taken off first (detached: the result does not depend on it). A gradient flows to the ids
     of the sets alone. Tokens with an empty set: over the whole vocabulary.
     """
+    import torch  # the batch has sets without torch
+
     device = scaled_nV.device
     lengths_n = torch.from_numpy(sets.lengths_n).to(device)
     ids_K = torch.from_numpy(sets.ids_K.astype(np.int64)).to(device)

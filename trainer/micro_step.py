@@ -148,7 +148,6 @@ def _loss(
     log_probs_n, entropy = log_probs_at(
         logits,
         micro,
-        temperature=algorithm.rollout_temperature,
         want_entropy=True,
         entropy_gradient=algorithm.entropy_coef != 0,
     )

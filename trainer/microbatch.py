@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ledger.errors import InvalidArgument, explain
 from ledger.events import StepCommitted
 from trainer.batch import Batch
+from trainer.kept_sets import KeptSets
 from trainer.settings import BatchSettings
 
 __all__ = ["MicroBatch", "Partition", "cut", "partition", "partition_for", "recorded_partition"]
@@ -71,6 +72,10 @@ class MicroBatch:
     """[n] The response tokens."""
     sample_n: npt.NDArray[np.int64]
     """[n] Number of each token's sample within the micro-batch, from 0, ascending."""
+    temperatures_n: npt.NDArray[np.float64]
+    """[n] What logits are divided by before each token's log-probability is taken: as recorded."""
+    kept_sets: KeptSets | None
+    """[n] The ids that top-p and top-k left at each token; None where no sample has such sets."""
     expert_ids: npt.NDArray[np.integer] | None
     """[rows, T, L, K] Recorded experts. The last token of a sample, whose experts nobody recorded
     because no prediction comes from it, has those of the token before; padding has 0, 1, …, K-1."""
@@ -213,6 +218,10 @@ def _cut_one(batch: Batch, plan: Partition, m: int) -> MicroBatch:
         columns_n=columns_n,
         targets_n=tokens_BT[columns_n + 1],
         sample_n=np.repeat(np.arange(last - first), responses_S),
+        temperatures_n=np.repeat(batch.logprob_temperatures_B[first:last], responses_S),
+        kept_sets=None
+        if batch.kept_sets is None
+        else batch.kept_sets.of(np.arange(offsets_N[first], offsets_N[last])),
         expert_ids=_place_routing(batch, first, last, starts_S, rows, width),
     )
 

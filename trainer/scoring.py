@@ -20,15 +20,12 @@ from trainer.megatron import get_forward_backward_func
 from trainer.microbatch import MicroBatch, Partition, cut
 from trainer.ranks import data_parallel_rank, is_last_stage, share
 from trainer.routing_replay import finish_backward, is_moe
-from trainer.settings import AlgorithmSettings
 from trainer.state import TrainState
 
 __all__ = ["response_log_probs", "score_policy"]
 
 
-def score_policy(
-    state: TrainState, batch: Batch, plan: Partition, algorithm: AlgorithmSettings
-) -> npt.NDArray[np.float32]:
+def score_policy(state: TrainState, batch: Batch, plan: Partition) -> npt.NDArray[np.float32]:
     """The policy's log-probs [N] of a batch as it is now; NaN where nothing was sampled.
 
     With several optimizer steps a rollout, call it for the batch of each before the first of them,
@@ -36,9 +33,7 @@ def score_policy(
     is in its order.
     """
     micros = cut(batch, plan, plan.of_rank(data_parallel_rank()))
-    log_probs_N = response_log_probs(
-        state.chunks, batch, micros, temperature=algorithm.rollout_temperature
-    )
+    log_probs_N = response_log_probs(state.chunks, batch, micros)
     return np.where(batch.sampled_N > 0, log_probs_N, np.float32(np.nan))
 
 
@@ -47,7 +42,6 @@ def response_log_probs(
     batch: Batch,
     micros: Sequence[MicroBatch],
     *,
-    temperature: float,
     free_routing: bool = False,
 ) -> npt.NDArray[np.float32]:
     """Log-probs [N] of all response tokens by a model, on every rank.
@@ -64,7 +58,7 @@ def response_log_probs(
         output = micro_output(model, micro, free_routing=free_routing)
 
         def score(logits: Tensor) -> tuple[Tensor, npt.NDArray[np.float32]]:
-            log_probs_n, _ = log_probs_at(logits, micro, temperature=temperature)
+            log_probs_n, _ = log_probs_at(logits, micro)
             # The schedule wants a loss; nothing is trained here.
             return logits.new_zeros(()), log_probs_n.cpu().numpy()
 

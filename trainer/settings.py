@@ -128,7 +128,8 @@ class AlgorithmSettings:
     use_rollout_logprobs: bool = False
     """Old log-probs are the engine's instead of the trainer's before the step."""
     rollout_temperature: float = 1.0
-    """Logits are divided by it before log-probabilities are taken."""
+    """Of the rollouts that this run samples. Log-probabilities are taken at the temperature that
+    each sample was recorded with, whatever this says."""
     cispo_form: str = "slime"
     """'slime': the ratio clipped on both sides; 'canonical': above only."""
     tau_pos: float = 1.0

@@ -185,18 +185,15 @@ def _signals(
     old_log_probs_N: npt.NDArray[np.float32] | None,
 ) -> Signals:
     """Everything that the training forward is given: advantages, weights, old and reference."""
-    temperature = algorithm.rollout_temperature
     old_N = batch.rollout_log_probs_N if algorithm.use_rollout_logprobs else old_log_probs_N
     ref_N = None
     if algorithm.kl_coef != 0 or algorithm.use_kl_loss:
-        ref_N = response_log_probs(
-            [reference], batch, micros, temperature=temperature, free_routing=True
-        )
+        ref_N = response_log_probs([reference], batch, micros, free_routing=True)
     kl_N = None
     if algorithm.kl_coef != 0 and ref_N is not None:
         policy_N = old_N
         if policy_N is None:
-            policy_N = response_log_probs(state.chunks, batch, micros, temperature=temperature)
+            policy_N = response_log_probs(state.chunks, batch, micros)
         kl_N = approximate_kl(
             torch.from_numpy(policy_N), torch.from_numpy(ref_N), algorithm.kl_loss_type
         ).numpy()

@@ -51,6 +51,19 @@ def check_step(
             "samples of a model with experts",
             "train the model that sampled them",
         )
+    lacks_set_N = np.repeat(batch.logprob_processed_B, batch.response_lengths_B)
+    lacks_set_N &= batch.sampled_N > 0
+    if batch.kept_lengths_N is not None:
+        lacks_set_N &= batch.kept_lengths_N == 0
+    if lacks_set_N.any():
+        sample = int(np.searchsorted(batch.offsets_N, np.argmax(lacks_set_N), "right")) - 1
+        raise _wrong(
+            f"sample {batch.indices_B[sample]}, whose log-probs are of what top-p and top-k left",
+            "the ids that they left (rollout_top_p_token_ids)",
+            "none",
+            "record them, or sample with log-probs of the whole vocabulary "
+            "(--rollout-logprob-mode full): the two are not of one distribution",
+        )
     needs_reference = algorithm.kl_coef != 0 or algorithm.use_kl_loss
     if needs_reference and reference is None:
         raise _wrong(

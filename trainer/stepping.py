@@ -137,9 +137,7 @@ def take_rollout(
         # The first step's are the detached current ones, bit for bit: it needs no forward, unless
         # they are asked for before the step.
         first = 0 if needs_old_log_probs(algorithm) else 1
-        old[first:] = [
-            score_policy(state, batch, cut_up, algorithm) for batch, cut_up, _ in batches[first:]
-        ]
+        old[first:] = [score_policy(state, batch, cut_up) for batch, cut_up, _ in batches[first:]]
     for plan, (batch, cut_up, data_time_s), old_log_probs_N in zip(
         planned, batches, old, strict=True
     ):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.kept_sets import KeptSets, join_kept, log_probs_over_sets
+from trainer.kept_sets import KeptSets, log_probs_over_sets
 
 
 def plain(logits, target, kept):
@@ -49,11 +49,3 @@ def test_against_numpy_in_float64(seed):
         x.flip(0), torch.from_numpy(targets).flip(0), part, want_entropy=False
     )
     assert torch.equal(again.flip(0), found)
-
-
-def test_pieces_join_with_tokens_that_have_no_set():
-    one = KeptSets(np.array([1, 2, 5], np.int32), np.array([2, 1]))
-    joined = join_kept([(2, one), (1, None), (2, one)])
-    assert joined.lengths_n.tolist() == [2, 1, 0, 2, 1]
-    assert joined.ids_K.tolist() == [1, 2, 5, 1, 2, 5]
-    assert joined.of(np.array([3, 0])).ids_K.tolist() == [1, 2, 1, 2]

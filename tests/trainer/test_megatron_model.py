@@ -141,11 +141,13 @@ def test_leaving_out_columns_keeps_the_bits_of_the_others(
         columns_n=columns.reshape(-1),
         targets_n=tokens.reshape(-1).numpy()[columns.reshape(-1) + 1],
         sample_n=np.repeat(np.arange(3), 3),
+        temperatures_n=np.full(9, temperature),
+        kept_sets=None,
         expert_ids=None,
     )
     with torch.no_grad():
         whole, entropy = token_log_probs(model, tokens, free_routing=kind in MOE, **options)
-        part, part_entropy = log_probs_at(logits_of(model, tokens), micro, **options)
+        part, part_entropy = log_probs_at(logits_of(model, tokens), micro, want_entropy=True)
     places = torch.from_numpy(columns - np.arange(3)[:, None]).reshape(-1)  # rows of 16 columns
     assert torch.equal(bits(part), bits(whole.reshape(-1)[places]))
     assert entropy is not None

@@ -237,17 +237,19 @@ def test_siblings_of_a_rollout_weigh_as_one(folder):
     assert result.metrics["reward_mean"] == 0.5
 
 
-def test_a_wrong_temperature_shows_in_the_mismatch(folder):
+def test_the_temperature_is_the_recorded_one_and_a_wrong_record_shows(folder):
     state = make_state(folder)
     batch = make_batch(state=state)
-    result = step(folder, batch, AlgorithmSettings(rollout_temperature=0.7), state=state)
-    assert result.metrics["logprob_mismatch_mean"] > 0.01
+    wrong = dataclasses.replace(batch, logprob_temperatures_B=np.full(4, 0.7))
+    option = AlgorithmSettings(rollout_temperature=0.7)
+    assert step(folder, batch, option).metrics["logprob_mismatch_max"] < 1e-5
+    assert step(folder, wrong).metrics["logprob_mismatch_mean"] > 0.01
 
 
 def test_scored_old_log_probs_are_the_current_ones_bit_for_bit(folder):
     batch = make_batch()
     state = make_state(folder)
-    old = score_policy(state, batch, plan_of(batch, SIZES), ALGORITHM)
+    old = score_policy(state, batch, plan_of(batch, SIZES))
     given, none = step(folder, batch, state=state, old_log_probs_N=old), step(folder, batch)
     assert content(given) == content(none)
 
@@ -255,7 +257,7 @@ def test_scored_old_log_probs_are_the_current_ones_bit_for_bit(folder):
 def test_second_step_of_a_rollout_takes_the_ratio_against_the_first_policy(folder):
     state = make_state(folder)
     batch = make_batch()
-    old = score_policy(state, batch, plan_of(batch, SIZES), ALGORITHM)
+    old = score_policy(state, batch, plan_of(batch, SIZES))
     first = step(folder, batch, state=state)
     second = step(folder, batch, state=state, step_in_rollout=1, old_log_probs_N=old)
     assert np.array_equal(
