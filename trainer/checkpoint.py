@@ -244,6 +244,8 @@ def _restore_adam(state: TrainState, moments: Mapping[str, Tensor], step: int) -
         inner.state.clear()
     if moments:
         for part in state.parts:
+            if not part.trained:
+                continue
             parameter = parameters[part.parameter]
             held = states.setdefault(
                 part.parameter, {moment: torch.empty_like(parameter) for moment in MOMENTS}

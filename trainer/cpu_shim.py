@@ -1,4 +1,6 @@
-"""Lets Megatron-Core run without CUDA. With CUDA present, `install` changes nothing.
+"""Lets Megatron-Core run without CUDA, and without TransformerEngine.
+
+With both present, `install` changes nothing.
 
 Megatron-Core names CUDA directly in places that have nothing to do with kernels: it asks for the
 current device, makes one-element tensors with `device="cuda"`, waits for streams. `install` gives
@@ -134,11 +136,13 @@ def install() -> None:
     """
     if torch.cuda.is_available():
         _import_megatron()
+        _complete_without_transformer_engine()
         return
     _without_triton_kernels()
     with _no_compilation():
         _import_megatron()
-    _complete_moe_utils()
+    _complete_without_transformer_engine()
+    _complete_token_dispatcher()
     _one_generator()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "torch", None) is torch:
@@ -184,11 +188,22 @@ def _without_triton_kernels() -> None:
     sys.modules[name] = stub
 
 
-def _complete_moe_utils() -> None:
+def _complete_without_transformer_engine() -> None:
+    """0.16 mistakes TransformerEngine's absence in two modules; with it, there is nothing to do."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16: router_gating_linear tests this name, which is undefined without TransformerEngine.
+        # router_gating_linear tests this name, which is undefined without TransformerEngine.
         moe_utils.te_general_gemm = None
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    # It takes its extension module for TransformerEngine itself, and then asks whether a layer is
+    # an instance of what stands there for a class.
+    latent.HAVE_TE = False
+
+
+def _complete_token_dispatcher() -> None:
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     move = moe_utils.maybe_move_tensor_to_cpu
     if getattr(move, "on_cpu", False):
         return

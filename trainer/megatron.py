@@ -24,7 +24,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import (
@@ -47,16 +47,15 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
@@ -67,7 +66,8 @@ __all__ = [
     "DotProductAttention",
     "Float16Module",
     "GPTModel",
-    "LocalSpecProvider",
+    "LayerType",
+    "MLATransformerConfig",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
@@ -78,9 +78,9 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "VocabParallelEmbedding",
-    "WrappedTorchNorm",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
+    "get_bias_dropout_add",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",

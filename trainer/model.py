@@ -17,6 +17,7 @@ from trainer.layer_specs import (
     config_class,
     config_options,
     finish_model,
+    keep_float32,
     model_options,
 )
 from trainer.layout import check_expert_groups, check_model_layout, padded_vocab_size
@@ -32,7 +33,6 @@ from trainer.megatron import (
     set_tensor_model_parallel_attributes,
     unwrap,
 )
-from trainer.norms import for_sequence_parallel
 from trainer.parallel import device
 from trainer.settings import ParallelSettings
 
@@ -119,8 +119,6 @@ def _build_chunk(
         vp_stage=vp_stage,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
     )
-    if config.sequence_parallel:
-        block = for_sequence_parallel(block)
     options = model_options(architecture)
     options["vocab_size"] = padded_vocab_size(architecture.vocab_size, parallel)
     virtual = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -143,7 +141,11 @@ def _build_chunk(
     finish_model(model)
     _mark_shards(model)
     model.to(device())
-    return Float16Module(config, model) if config.bf16 else model
+    if not config.bf16:
+        return model
+    wrapped = Float16Module(config, model)
+    keep_float32(model)
+    return wrapped
 
 
 def _mark_shards(model: GPTModel) -> None:

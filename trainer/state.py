@@ -210,7 +210,8 @@ class TrainState:
 
     def _cut(self, wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for part in self.parts:
-            yield part.name, part.take(wholes[part.parameter])
+            if part.trained:
+                yield part.name, part.take(wholes[part.parameter])
 
 
 def _main_grad(parameter: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from trainer.weights.files import WEIGHTS_FILE, read_safetensors, write_safetensors
 from trainer.weights.names import TensorPart, tensor_parts
-from trainer.weights.transfer import export_weights, import_weights, parts_of
+from trainer.weights.transfer import export_weights, import_weights, parts_of, tensors_of
 
 __all__ = [
     "WEIGHTS_FILE",
@@ -12,5 +12,6 @@ __all__ = [
     "parts_of",
     "read_safetensors",
     "tensor_parts",
+    "tensors_of",
     "write_safetensors",
 ]

@@ -13,12 +13,25 @@ from trainer.megatron import unwrap
 from trainer.model import architecture_of
 from trainer.weights.names import TensorPart, tensor_parts
 
-__all__ = ["export_weights", "import_weights", "parts_of"]
+__all__ = ["export_weights", "import_weights", "parts_of", "tensors_of"]
 
 
 def parts_of(model: Any) -> tuple[TensorPart, ...]:
     """The canonical tensors of a model, sorted by name."""
-    return tensor_parts(architecture_of(model), dict(unwrap(model).named_parameters()))
+    return tensor_parts(architecture_of(model), tensors_of(model))
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Parameters and kept buffers by Megatron's names: what the weights of the model are.
+
+    The one kept buffer is the bias by which a sigmoid router chooses experts.
+    """
+    tensors: dict[str, Tensor] = dict(unwrap(model).named_parameters())
+    for prefix, module in unwrap(model).named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}"] = buffer
+    return tensors
 
 
 def export_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -27,9 +40,9 @@ def export_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     Tensors are contiguous and detached. Most share memory with the model and are made one at a
     time: use each before the next optimizer step, or clone it.
     """
-    parameters = dict(unwrap(model).named_parameters())
+    tensors = tensors_of(model)
     for part in parts_of(model):
-        yield part.name, part.take(parameters[part.parameter].detach())
+        yield part.name, part.take(tensors[part.parameter].detach())
 
 
 def import_weights(model: Any, named: Mapping[str, Tensor]) -> None:
@@ -38,13 +51,13 @@ def import_weights(model: Any, named: Mapping[str, Tensor]) -> None:
     Raises InvalidArgument, before anything is copied, where a tensor is missing, unknown, or has
     another shape or dtype than the model.
     """
-    parameters = dict(unwrap(model).named_parameters())
+    tensors = tensors_of(model)
     parts = parts_of(model)
     named = _without_tied_head(named, {part.name for part in parts})
-    _compare(parts, parameters, named)
+    _compare(parts, tensors, named)
     with torch.no_grad():
         for part in parts:
-            part.put(parameters[part.parameter], named[part.name])
+            part.put(tensors[part.parameter], named[part.name])
 
 
 def _without_tied_head(named: Mapping[str, Tensor], wanted: set[str]) -> Mapping[str, Tensor]:
@@ -67,7 +80,7 @@ def _without_tied_head(named: Mapping[str, Tensor], wanted: set[str]) -> Mapping
 
 def _compare(
     parts: tuple[TensorPart, ...],
-    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     named: Mapping[str, Tensor],
 ) -> None:
     wanted = {part.name: part for part in parts}
@@ -83,7 +96,7 @@ def _compare(
             )
         )
     for name, part in wanted.items():
-        tensor, dtype = named[name], parameters[part.parameter].dtype
+        tensor, dtype = named[name], tensors[part.parameter].dtype
         if tuple(tensor.shape) != part.shape or tensor.dtype != dtype:
             raise InvalidArgument(
                 explain(

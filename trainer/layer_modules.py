@@ -1,0 +1,98 @@
+"""Modules that Megatron's layers are built with here, where its own do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ledger.errors import InvalidArgument, explain
+from trainer.megatron import TransformerConfig, get_bias_dropout_add
+from trainer.packed_attention import CoreAttention
+
+__all__ = ["LatentAttention", "NormedResidual", "RMSNorm"]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, with the arguments by which Megatron builds a norm.
+
+    Under sequence parallelism each rank sees a part of the sequence; Megatron adds up the gradients
+    of the weights that say so. (Its own wrapper around torch's norms refuses that.)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        own_eps: float | None = None,
+        replicated: bool = False,
+        **_: Any,
+    ) -> None:
+        """`own_eps` is used instead of the `eps` that the layer passes. `replicated`: the weight
+        gets the whole gradient on each tensor-parallel rank where the sequence is not divided."""
+        super().__init__(hidden_size, eps=eps if own_eps is None else own_eps)
+        weight: Any = self.weight
+        weight.data = weight.data.to(config.params_dtype)
+        weight.sequence_parallel = config.sequence_parallel
+        if replicated and not config.sequence_parallel:
+            # Megatron sums the gradients of all "q_layernorm" over tensor-parallel ranks, which is
+            # right where each rank norms its own heads. The mean of equal gradients is them.
+            weight.average_gradients_across_tp_domain = True
+
+
+class NormedResidual(torch.nn.Module):
+    """residual + RMSNorm(output): what GLM-4 puts in place of residual + output.
+
+    Stands in the place of Megatron's bias-dropout-add, which a layer calls with (training, fused)
+    for the function that adds.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """A norm over the hidden size."""
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function (output and its bias, residual, dropout) → hidden states."""
+        return partial(self._add, get_bias_dropout_add(training, fused))
+
+    def _add(
+        self,
+        add: Callable[..., Tensor],
+        output_with_bias: tuple[Tensor, Tensor | None],
+        residual: Tensor,
+        dropout: float,
+    ) -> Tensor:
+        output, bias = output_with_bias
+        if bias is not None:
+            output = output + bias
+        return add((self.norm(output), None), residual, dropout)
+
+
+class LatentAttention(CoreAttention):
+    """The core of latent attention, whose values are narrower than its keys.
+
+    Megatron states both widths, for TransformerEngine; its local attention takes them from its
+    inputs, and that of its output from kv_channels, which is set to the values' width.
+    """
+
+    def __init__(
+        self, *, k_channels: int | None = None, v_channels: int | None = None, **arguments: Any
+    ) -> None:
+        """The arguments of Megatron's attention, and the two widths where they are stated."""
+        config = arguments["config"]
+        if v_channels not in (None, config.kv_channels):
+            raise InvalidArgument(
+                explain(
+                    "building latent attention",
+                    on="kv_channels",
+                    expected=f"the width of the values, {v_channels}",
+                    found=config.kv_channels,
+                )
+            )
+        super().__init__(**arguments)
