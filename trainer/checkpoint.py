@@ -22,10 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from ledger.canonical import canonical_json
 from ledger.errors import AlreadyExists, LedgerError, StorageFailed, explain
@@ -45,7 +43,7 @@ from trainer.checkpoint_files import (
     sync,
 )
 from trainer.digests import optimizer_root, random_state_root, records_of
-from trainer.state import MOMENTS, TrainState
+from trainer.state import TrainState
 from trainer.weights import import_weights, read_safetensors, write_safetensors
 
 __all__ = ["FORMAT", "SavedCheckpoint", "load_checkpoint", "save_checkpoint"]
@@ -124,7 +122,7 @@ def save_checkpoint(
 
 def _describe(state: TrainState) -> dict[str, Any]:
     """Everything trainer_state.json says except the hashes of files."""
-    moments = records_of(state.moments())
+    moments = state.moment_records()
     return {
         "format": FORMAT,
         "weights_root": weights_root(state.tensor_records()).hex(),
@@ -230,36 +228,8 @@ def load_checkpoint(
     check_digest(
         "random_state", random_state_root(random), manifest, expected_random_state_digest, where
     )
-    import_weights(state.model, weights)
-    _restore_adam(state, moments, step)
+    import_weights(state.chunks, weights, placement=state.placement)
+    state.load_moments(moments, step)
     state.scheduler.num_steps = int(scheduler["num_steps"])
     state.scheduler.step(0)
     state.generators = random
-
-
-def _restore_adam(state: TrainState, moments: Mapping[str, Tensor], step: int) -> None:
-    parameters = dict(state.model.named_parameters())
-    states: dict[str, dict[str, Any]] = {}
-    for inner in state.inner_optimizers():
-        inner.state.clear()
-    if moments:
-        for part in state.parts:
-            if not part.trained:
-                continue
-            parameter = parameters[part.parameter]
-            held = states.setdefault(
-                part.parameter, {moment: torch.empty_like(parameter) for moment in MOMENTS}
-            )
-            for moment in MOMENTS:
-                part.put(held[moment], moments[f"{moment}.{part.name}"])
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for inner in state.inner_optimizers():
-        for group in inner.param_groups:
-            in_group = "step" in group
-            if in_group:
-                group["step"] = step
-            for parameter in group["params"] if moments else ():
-                held = states[names[id(parameter)]]
-                if not in_group:
-                    held["step"] = torch.tensor(float(step), dtype=torch.float32)
-                inner.state[parameter] = held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from trainer.megatron import (
     set_tensor_model_parallel_attributes,
     unwrap,
 )
+from trainer.megatron_args import passed_on
 from trainer.parallel import device
 from trainer.settings import ParallelSettings
 
@@ -239,9 +239,10 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
         ),
     }
     options |= config_options(architecture)
-    options |= {n: v for n, v in parallel.megatron.items() if n in _config_fields()}
+    kind = config_class(architecture)
+    options |= passed_on(kind, parallel.megatron)
     try:
-        return config_class(architecture)(**options)
+        return kind(**options)
     except (ValueError, AssertionError) as error:
         raise InvalidArgument(
             explain(
@@ -252,10 +253,6 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
                 do="change the setting that it names",
             )
         ) from error
-
-
-def _config_fields() -> set[str]:
-    return {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def architecture_of(model: Any) -> Architecture:

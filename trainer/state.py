@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ledger.canonical import json_digest
 from ledger.errors import Diverged, InvalidArgument, explain
 from ledger.weights import TensorRecord
 from trainer.cpu_shim import optimizer_on_cpu
@@ -30,19 +32,20 @@ from trainer.megatron import (
     finalize_model_grads,
     get_megatron_optimizer,
     get_standard_config_overrides,
+    unwrap,
 )
-from trainer.model import build_model, read_config
+from trainer.megatron_args import passed_on
+from trainer.model import build_chunks, read_config
+from trainer.optimizer_slots import MAIN, MOMENTS, Slot, inner_optimizers, slots_of
 from trainer.parallel import seed_everything
+from trainer.ranks import all_gather_object
 from trainer.settings import OptimizerSettings, ParallelSettings
-from trainer.weights import (
-    TensorPart,
-    export_weights,
-    import_weights,
-    parts_of,
-    read_safetensors,
-)
+from trainer.weights import Placement, assemble, export_weights, import_weights, place
+from trainer.weights.handles import open_files
+from trainer.weights.transfer import Destination, chunks_of, local_values
 
 __all__ = [
+    "MAIN",
     "MOMENTS",
     "TrainState",
     "check_settings",
@@ -54,38 +57,41 @@ __all__ = [
     "widened",
 ]
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's moments, by their names in the optimizer's state."""
-
 
 @dataclass(slots=True, eq=False)
 class TrainState:
-    """Weights, optimizer, scheduler and random generators of one policy.
+    """Weights, optimizer, scheduler and random generators of one policy: this rank's part of them.
 
     A step is `zero_grad`, forward and backward over `chunks` (what Megatron's schedules take),
     then `optimizer_step`. Between the first and the last, the process's generators are this
     state's; outside a step nobody's draws can change it, and it changes nobody's. Digests and
-    records are under canonical Hugging Face names, so they do not depend on how Megatron lays the
-    weights out.
+    records are under canonical Hugging Face names and about the whole model, so they do not depend
+    on how Megatron lays the weights out: what names or exports tensors is collective, and records
+    come out equal on every rank.
     """
 
-    model: GPTModel
     chunks: list[Any]
-    """Megatron's DistributedDataParallel around the model, one a pipeline chunk."""
+    """Megatron's DistributedDataParallel around each chunk of the pipeline that is here."""
     optimizer: Any
     """Megatron's optimizer (FP32Optimizer, or a chain of them with experts)."""
     scheduler: OptimizerParamScheduler
     hf_config: Mapping[str, Any]
     parallel: ParallelSettings
     settings: OptimizerSettings
-    parts: tuple[TensorPart, ...]
-    """The canonical tensors, sorted by name."""
+    placement: Placement
+    """Where the canonical tensors are."""
     generators: dict[str, Tensor]
     """States of the generators between steps, as `trainer.digests.random_state` names them."""
     critic: TrainState | None = None
     """The critic beside the policy, where the estimator takes values; see `trainer.critic`."""
     _outside: dict[str, Tensor] | None = None
     """During a step: the states that the process's generators get back after it."""
+
+    @property
+    def model(self) -> GPTModel:
+        """The first chunk of this rank, unwrapped: what does not differ between chunks is read
+        from it."""
+        return unwrap(self.chunks[0])
 
     @property
     def config(self) -> Any:
@@ -140,56 +146,137 @@ class TrainState:
         """Optimizer steps that made this state, from the schedule."""
         return int(self.scheduler.num_steps)
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, to: Destination = 0) -> Iterator[tuple[str, Tensor]]:
         """As `trainer.weights.export_weights`: views, valid until the next optimizer step."""
-        return export_weights(self.model)
+        return export_weights(self.chunks, to=to, placement=self.placement)
 
     def tensor_records(self) -> list[TensorRecord]:
         """A record of each weight, sorted by name."""
-        return records_of(self.export_weights())
+        return _on_every_rank(self.export_weights(to="spread"))
 
     def gradient_records(self) -> list[TensorRecord]:
         """A record of each gradient (main_grad), sorted by name. Before `optimizer_step`."""
-        wholes = {name: _main_grad(parameter) for name, parameter in self._parameters().items()}
-        return records_of(self._cut(wholes))
+        self._complete_gradients()
+        local = self.placement.local
+        return _on_every_rank(
+            assemble(
+                self.placement,
+                lambda key: _main_grad(local[key]),
+                to="spread",
+                dtype=self._gradient_dtype(),
+            )
+        )
 
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Adam's moments, `exp_avg.<name>` and `exp_avg_sq.<name>`; none before a first step."""
-        states = self.adam_states()
-        for moment in MOMENTS:
-            held = {name: s[moment] for name, s in states.items() if moment in s}
-            if held:
-                for name, tensor in self._cut(held):
-                    yield f"{moment}.{name}", tensor
+    def _gradient_dtype(self) -> torch.dtype:
+        dtypes = {buffer.grad_dtype for chunk in self.chunks for buffer in _buffers(chunk)}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def _complete_gradients(self) -> None:
+        """With a distributed optimizer each data-parallel rank has the sums of its own run of the
+        gradients; put them into everybody's buffers. What the optimizer reads stays as it is."""
+        if not self.settings.use_distributed_optimizer:
+            return
+        for chunk in self.chunks:
+            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group = bucket_group.intra_distributed_optimizer_instance_group
+                if dist.get_world_size(group) == 1:
+                    continue
+                for bucket in bucket_group.buckets:
+                    runs = bucket.grad_data.chunk(dist.get_world_size(group))
+                    mine = runs[dist.get_rank(group)].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+    def moments(self, *, to: Destination = 0) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer keeps beside the weights, by `<kind>.<canonical name>`, float32.
+
+        Adam's moments, `exp_avg` and `exp_avg_sq`, and the main weights where the model's are of
+        16 bits; no moments before a first step. Comes out as `export_weights` does.
+        """
+        slots = slots_of(self.optimizer)
+        kinds = list(MOMENTS) if self.adam_step() else []
+        if any(all_gather_object(any(slot.has_main for slot in slots.values()))):
+            kinds.append(MAIN)
+        local = self.placement.local
+        for kind in kinds:
+            for name, tensor in assemble(
+                self.placement,
+                lambda key, kind=kind: slots[id(local[key])].whole(kind),  # type: ignore[misc]
+                to=to,
+                dtype=torch.float32,
+            ):
+                yield f"{kind}.{name}", tensor
+
+    def load_moments(self, named: Mapping[str, Any], step: int) -> None:
+        """Make the optimizer's state what `moments` gave, at Adam's step `step`.
+
+        `named` are tensors of the whole model or handles, as in `import_weights`; without any the
+        optimizer has not stepped. Not collective: each rank takes its own runs.
+
+        Raises KeyError where one is missing.
+        """
+        slots = slots_of(self.optimizer)
+        for inner in inner_optimizers(self.optimizer):
+            inner.state.clear()
+            for group in inner.param_groups:
+                if "step" in group:
+                    # Fused implementations on a GPU keep it in the group.
+                    group["step"] = step
+        for kind in (*MOMENTS, MAIN):
+            of_kind = {
+                name.removeprefix(f"{kind}."): value
+                for name, value in named.items()
+                if name.startswith(f"{kind}.")
+            }
+            if of_kind:
+                self._load_kind(kind, of_kind, slots, step)
+
+    def _load_kind(
+        self, kind: str, named: Mapping[str, Any], slots: Mapping[int, Slot], step: int
+    ) -> None:
+        for key, whole in local_values(self.placement, named, dtype=torch.float32):
+            slot = slots[id(self.placement.local[key])]
+            if slot.held is None:
+                continue
+            if kind == MAIN:
+                with torch.no_grad():
+                    slot.held.copy_(slot.run(whole))
+                continue
+            held = slot.inner.state[slot.held]
+            held[kind] = slot.run(whole).clone()
+            if not any("step" in group for group in slot.inner.param_groups):
+                held["step"] = torch.tensor(float(step), dtype=torch.float32)
 
     def optimizer_digest(self) -> bytes:
         """blake3 (32 bytes) over Adam's moments and step count, and the scheduler."""
-        return self.optimizer_digest_from(records_of(self.moments()))
+        return self.optimizer_digest_from(self.moment_records())
+
+    def moment_records(self) -> list[TensorRecord]:
+        """A record of each tensor of `moments`."""
+        return _on_every_rank(self.moments(to="spread"))
 
     def optimizer_digest_from(self, moments: list[TensorRecord]) -> bytes:
         """As `optimizer_digest`, from records of the moments that were made already."""
         return optimizer_root(moments, self.adam_step(), self.scheduler.state_dict())
 
     def random_state_digest(self) -> bytes:
-        """blake3 (32 bytes) of the states of all generators."""
-        return random_state_root(self.generators)
-
-    def adam_states(self) -> dict[str, dict[str, Any]]:
-        """Megatron's parameter name → its state in torch's Adam (empty before the first step)."""
-        names = {id(parameter): name for name, parameter in self._parameters().items()}
-        return {
-            names[id(parameter)]: inner.state.get(parameter, {})
-            for inner in self.inner_optimizers()
-            for group in inner.param_groups
-            for parameter in group["params"]
-        }
+        """blake3 (32 bytes) of the states of all generators; of those of all ranks where they
+        differ from each other."""
+        roots = all_gather_object(random_state_root(self.generators))
+        if len(set(roots)) == 1:
+            return roots[0]
+        return json_digest({"ranks": [root.hex() for root in roots]})
 
     def adam_step(self) -> int:
-        """How often Adam stepped: one number, the same for all parameters."""
-        counts = {int(state["step"]) for state in self.adam_states().values() if "step" in state}
-        for inner in self.inner_optimizers():
-            # Fused implementations on a GPU keep it in the group.
-            counts |= {int(group["step"]) for group in inner.param_groups if "step" in group}
+        """How often Adam stepped: one number, the same for all parameters of all ranks."""
+        counts: set[int] = set()
+        for inner in inner_optimizers(self.optimizer):
+            counts |= {int(one["step"]) for one in inner.state.values() if "step" in one}
+            counts |= {
+                int(group["step"])
+                for group in inner.param_groups
+                if "step" in group and group["params"]
+            }
+        counts = set().union(*all_gather_object(counts))
         if len(counts) > 1:
             raise Diverged(
                 explain(
@@ -202,22 +289,26 @@ class TrainState:
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """torch's optimizers inside Megatron's, in its order."""
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [one.optimizer for one in chained if one.optimizer is not None]
+        return inner_optimizers(self.optimizer)
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        return dict(self.model.named_parameters())
 
-    def _cut(self, wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for part in self.parts:
-            if part.trained:
-                yield part.name, part.take(wholes[part.parameter])
+def _on_every_rank(named: Iterable[tuple[str, Tensor]]) -> list[TensorRecord]:
+    """Records of tensors that the ranks assembled between them, sorted by name, on all of them."""
+    mine = records_of(named)
+    return sorted(
+        (record for records in all_gather_object(mine) for record in records),
+        key=lambda record: record.name,
+    )
 
 
 def _main_grad(parameter: Any) -> Tensor:
     """The accumulated gradient, which Megatron's DDP hangs on the parameter."""
     gradient: Tensor = parameter.main_grad
     return gradient
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def create_state(
@@ -236,56 +327,79 @@ def create_state(
     """
     check_settings(optimizer)
     hf_config = read_config(model_dir)
-    model = build_model(hf_config, parallel, trainable=True)
-    load_weights(model, model_dir)
-    model.train()
-    state = state_around(model, hf_config, parallel, optimizer)
+    chunks = build_chunks(hf_config, parallel, trainable=True)
+    load_weights(chunks, model_dir)
+    for chunk in chunks:
+        chunk.train()
+    state = state_around(chunks, hf_config, parallel, optimizer)
     seed_everything(seed)
     state.generators = random_state()
     return state
 
 
 def state_around(
-    model: GPTModel,
+    model: Any,
     hf_config: Mapping[str, Any],
     parallel: ParallelSettings,
     optimizer: OptimizerSettings,
 ) -> TrainState:
     """The state of a model whose weights are loaded: gradients, optimizer, schedule at the
-    beginning; its generators are as the process's are now."""
+    beginning; its generators are as the process's are now.
+
+    `model` is a rank's only chunk, or the list of its chunks.
+    """
     check_settings(optimizer)
+    bare = chunks_of(model)
+    config = unwrap(bare[0]).config
     chunks = [
         DistributedDataParallel(
-            config=model.config,
-            ddp_config=DistributedDataParallelConfig(
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=optimizer.use_distributed_optimizer,
-            ),
-            module=model,
+            config=config,
+            ddp_config=ddp_config(parallel, optimizer),
+            module=chunk,
+            # The gradients of later chunks are ready at once; smaller buckets gain nothing there.
+            disable_bucketing=number > 0,
         )
+        for number, chunk in enumerate(bare)
     ]
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.no_sync_func = chunks[0].no_sync
-    megatron_optimizer = make_optimizer(optimizer, chunks)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = (
+        chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
+    )
+    if chunks[0].ddp_config.overlap_grad_reduce and len(chunks) > 1:
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    megatron_optimizer = make_optimizer(optimizer, chunks, parallel)
     return TrainState(
-        model=model,
         chunks=chunks,
         optimizer=megatron_optimizer,
         scheduler=make_scheduler(optimizer, megatron_optimizer),
         hf_config=hf_config,
         parallel=parallel,
         settings=optimizer,
-        parts=parts_of(model),
+        placement=place(chunks),
         generators=random_state(),
     )
 
 
-def load_weights(model: Any, model_dir: str | Path) -> None:
-    """Copy the weights of a model folder into a model. Narrower floats are widened, which is exact.
+def ddp_config(
+    parallel: ParallelSettings, optimizer: OptimizerSettings
+) -> DistributedDataParallelConfig:
+    """Megatron's settings of how gradients are gathered and reduced."""
+    options: dict[str, Any] = {
+        "overlap_grad_reduce": False,
+        "grad_reduce_in_fp32": parallel.bf16 and parallel.accumulate_allreduce_grads_in_fp32,
+        "use_distributed_optimizer": optimizer.use_distributed_optimizer,
+    }
+    options |= passed_on(DistributedDataParallelConfig, parallel.megatron)
+    return DistributedDataParallelConfig(**options)
 
-    Raises as `read_safetensors` and `import_weights`.
+
+def load_weights(model: Any, model_dir: str | Path) -> None:
+    """Copy the weights of a model folder into a model: its only chunk, or the list of its chunks.
+
+    Each rank reads its own shards. Floats of another width become those of the model: widening is
+    exact, bfloat16 rounds to the nearest. Raises as `open_files` and `import_weights`.
     """
-    import_weights(model, widened(read_safetensors(model_dir)))
+    import_weights(model, open_files(model_dir), convert=True)
 
 
 def widened(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -296,22 +410,30 @@ def widened(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def make_optimizer(settings: OptimizerSettings, chunks: list[Any]) -> Any:
-    """Megatron's optimizer over the parameters of `chunks`, without any state yet."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
+def make_optimizer(
+    settings: OptimizerSettings, chunks: list[Any], parallel: ParallelSettings
+) -> Any:
+    """Megatron's optimizer over the parameters of `chunks`, without any state yet.
+
+    With bfloat16 weights, its main weights are the model's, widened.
+    """
+    options: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "min_lr": settings.min_lr,
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.adam_beta1,
+        "adam_beta2": settings.adam_beta2,
+        "adam_eps": settings.adam_eps,
         # Megatron takes no norm where it does not clip; a limit that no norm reaches gives the
         # norm.
-        clip_grad=settings.clip_grad if settings.clip_grad > 0 else math.inf,
-        params_dtype=torch.float32,
-        use_distributed_optimizer=settings.use_distributed_optimizer,
-    )
+        "clip_grad": settings.clip_grad if settings.clip_grad > 0 else math.inf,
+        "params_dtype": torch.bfloat16 if parallel.bf16 else torch.float32,
+        "bf16": parallel.bf16,
+        "use_distributed_optimizer": settings.use_distributed_optimizer,
+    }
+    options |= passed_on(OptimizerConfig, parallel.megatron)
+    config = OptimizerConfig(**options)
     with optimizer_on_cpu():
         return get_megatron_optimizer(
             # Megatron's own rule: biases and norms are not decayed.
@@ -362,8 +484,6 @@ def check_settings(settings: OptimizerSettings) -> None:
         raise _wrong("--lr", "a finite number, at least 0", settings.lr)
     if not 0 <= settings.min_lr <= settings.lr:
         raise _wrong("--min-lr", f"between 0 and --lr {settings.lr}", settings.min_lr)
-    if settings.use_distributed_optimizer:
-        raise _wrong("--use-distributed-optimizer", "off: this version trains on one rank", "on")
 
 
 def _wrong(on: str, expected: object, found: object) -> InvalidArgument:

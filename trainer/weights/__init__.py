@@ -2,14 +2,18 @@
 
 from trainer.weights.files import WEIGHTS_FILE, read_safetensors, write_safetensors
 from trainer.weights.names import TensorPart, tensor_parts
-from trainer.weights.transfer import export_weights, import_weights, parts_of, tensors_of
+from trainer.weights.placement import Placement, place, tensors_of
+from trainer.weights.transfer import assemble, export_weights, import_weights, parts_of
 
 __all__ = [
     "WEIGHTS_FILE",
+    "Placement",
     "TensorPart",
+    "assemble",
     "export_weights",
     "import_weights",
     "parts_of",
+    "place",
     "read_safetensors",
     "tensor_parts",
     "tensors_of",

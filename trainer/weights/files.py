@@ -27,7 +27,7 @@ def read_safetensors(model_dir: str | Path) -> dict[str, Tensor]:
     """
     folder = Path(model_dir)
     tensors: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - no mapping
@@ -51,7 +51,7 @@ def read_safetensors(model_dir: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     index = folder / _INDEX_FILE
