@@ -153,7 +153,15 @@ def _mark_shards(model: GPTModel) -> None:
 
     Megatron does so where it initialises weights, which we leave out. Without the marks its norm of
     the gradients would count the shards of one rank only.
+
+    Where experts are divided over another group than the rest, their gradients are summed over
+    another group too. Megatron says so on a parameter (`allreduce`) only with expert parallelism.
     """
+    config = model.config
+    of_its_own = (
+        config.expert_model_parallel_size > 1
+        or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    )
     for module in model.modules():
         split: int | None = None
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
@@ -164,6 +172,9 @@ def _mark_shards(model: GPTModel) -> None:
             _mark(module.weight, split)
             if split == 0 and getattr(module, "bias", None) is not None:
                 _mark(module.bias, 0)
+        if getattr(module, "is_expert", False):
+            for parameter in module.parameters(recurse=False):
+                parameter.allreduce = not of_its_own
 
 
 def _mark(parameter: Any, split: int) -> None:

@@ -24,7 +24,7 @@ from trainer.checkpoint_files import check_files
 from trainer.compare import Divergence, compare_signals, compare_steps, records_of_event
 from trainer.history import History
 from trainer.microbatch import recorded_partition
-from trainer.model import build_model, read_config
+from trainer.model import build_chunks, read_config
 from trainer.reconfigure import reconfigure
 from trainer.settings import AlgorithmSettings, OptimizerSettings, ParallelSettings
 from trainer.state import TrainState, create_state, load_weights
@@ -124,9 +124,9 @@ def load_reference(ledger: Ledger, history: History, parallel: ParallelSettings)
     """The reference policy, frozen: the run's first version, from its checkpoint, checked."""
     first = min(v for v, w in history.weights.items() if w.parent_version is None)
     folder = check_checkpoint(ledger, history, first)
-    model = build_model(read_config(folder), parallel, trainable=False)
-    load_weights(model, folder)
-    return model
+    chunks = build_chunks(read_config(folder), parallel, trainable=False)
+    load_weights(chunks, folder)
+    return chunks
 
 
 def replay_steps(

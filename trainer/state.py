@@ -42,7 +42,8 @@ from trainer.ranks import all_gather_object
 from trainer.settings import OptimizerSettings, ParallelSettings
 from trainer.weights import Placement, assemble, export_weights, import_weights, place
 from trainer.weights.handles import open_files
-from trainer.weights.transfer import Destination, chunks_of, local_values
+from trainer.weights.placement import chunks_of
+from trainer.weights.transfer import Destination, local_values
 
 __all__ = [
     "MAIN",

@@ -35,6 +35,7 @@ from trainer.settings import AlgorithmSettings, BatchSettings, layout_record, se
 from trainer.state import TrainState
 from trainer.step_check import check_step
 from trainer.step_events import micro_batch_digests, signal_events, step_metrics, weights_event
+from trainer.weights.placement import chunks_of
 from trainer.whole_step import step_inputs
 
 __all__ = ["StepResult", "run_step"]
@@ -84,8 +85,9 @@ def run_step(
     they are the engine's and nothing is handed in. `needs_old_log_probs` says which settings need
     them handed in for the first step as well.
 
-    `reference` is a frozen model (Megatron's), needed with `kl_coef` or `use_kl_loss`; one with
-    experts routes by its own routers. `data_time_s` is recorded as it is.
+    `reference` is a frozen model (Megatron's, or the list of this rank's chunks of it), needed with
+    `kl_coef` or `use_kl_loss`; one with experts routes by its own routers. `data_time_s` is
+    recorded as it is.
 
     Raises:
         InvalidArgument: settings, batch and model that do not fit together. The state is untouched.
@@ -188,7 +190,7 @@ def _signals(
     old_N = batch.rollout_log_probs_N if algorithm.use_rollout_logprobs else old_log_probs_N
     ref_N = None
     if algorithm.kl_coef != 0 or algorithm.use_kl_loss:
-        ref_N = response_log_probs([reference], batch, micros, free_routing=True)
+        ref_N = response_log_probs(chunks_of(reference), batch, micros, free_routing=True)
     kl_N = None
     if algorithm.kl_coef != 0 and ref_N is not None:
         policy_N = old_N

@@ -157,7 +157,6 @@ def test_a_spoiled_gradient_stops_the_training(tiny: Models) -> None:
         ({"lr_decay_style": "cosine"}, "--lr-decay-iters"),
         ({"min_lr": 1.0}, "--min-lr"),
         ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "--lr-warmup-iters"),
-        ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
     ],
 )
 def test_impossible_settings_are_refused(

@@ -46,7 +46,7 @@ def open_files(paths: str | Path | list[Path]) -> WeightHandles:
     for path in paths:
         try:
             file = safe_open(path, framework="pt")
-            files |= dict.fromkeys(file.keys(), file)
+            files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
         except OSError as error:
             raise StorageFailed(
                 explain("reading weights", on=str(path), expected="a readable file", found=error)
