@@ -216,7 +216,14 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
     forked = [fork for fork in forks if fork.branch == branch]
     if forked:
         settings = forked[0].settings
-    carried = ("save", "hf_checkpoint", "num_rollout", "save_interval", "eval_interval")
+    carried = (
+        "save",
+        "hf_checkpoint",
+        "num_rollout",
+        "save_interval",
+        "eval_interval",
+        "launcher",
+    )
     kept = {name: places[name] for name in carried if places.get(name) is not None}
     return json.loads(settings), kept
 
@@ -243,6 +250,13 @@ def _with_derived(values: dict[str, Any], explicit: Mapping[str, Any]) -> dict[s
     sizes = ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
     if any(name in explicit for name in sizes) and "global_batch_size" not in explicit:
         values["global_batch_size"] = None
+    ranks = ("actor_num_nodes", "actor_num_gpus_per_node")
+    layout = ("tensor_model", "pipeline_model", "context")
+    moved = any(name in explicit for name in ranks)
+    if moved or any(f"{name}_parallel_size" in explicit for name in layout):
+        values["data_parallel_size"] = explicit.get("data_parallel_size")
+    if not moved and any(f"{name}_parallel_size" in explicit for name in (*layout, "data")):
+        values |= dict.fromkeys(ranks)
     if "rollout_batch_size" in explicit and "over_sampling_batch_size" not in explicit:
         values["over_sampling_batch_size"] = None
     if {"loss_aggregation", "rollout_max_response_len"} & set(explicit) and (

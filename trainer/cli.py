@@ -8,12 +8,31 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ledger.commands.common import add_catalog
-from ledger.errors import LedgerError, explain
+from ledger.errors import InvalidArgument, LedgerError, explain
+from trainer.launch import RankPlan, RanksNeeded, start_ranks
+from trainer.option_values import defaults
 from trainer.options import add_options
+from trainer.processes import (
+    ElsewhereFailed,
+    as_launched,
+    claim_failure,
+    from_writer,
+    is_launched,
+    is_writer,
+    join_ranks,
+    leave_ranks,
+    wait_for_others,
+)
+from trainer.rank_count import ranks_of
+
+if TYPE_CHECKING:
+    from ledger.store import Ledger
+    from trainer.begin import Standing
 
 __all__ = ["main"]
 
@@ -26,6 +45,9 @@ examples:
   ledger-train --ledger runs/a --from-version 42 --data fresh --lr 5e-7
       the same with new rollouts
 """
+
+
+DEFAULT_TIMEOUT_MINUTES = defaults()["distributed_timeout_minutes"]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,17 +66,41 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. 0 on success, 2 with the reason on standard error, 130 when interrupted."""
-    given = vars(build_parser().parse_args(argv))
+    """Run the command. 0 on success, 2 with the reason on standard error, 130 when interrupted.
+
+    Where the layout needs several ranks and no launcher has started them, they are started here,
+    each with this same command line. Rank 0 alone prints; of ranks that fail, the first one.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = vars(build_parser().parse_args(words))
     as_json, catalog = given.pop("json"), given.pop("catalog")
     try:
         result = run(given, show=not as_json, catalog=catalog)
+    except RanksNeeded as needed:
+        try:
+            return start_ranks(needed.plan, "trainer.cli", words)
+        except LedgerError as error:
+            print(f"ledger-train: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
     except LedgerError as error:
-        print(f"ledger-train: {error}", file=sys.stderr)
+        if claim_failure():
+            print(f"ledger-train: {error}", file=sys.stderr)
+        return 2
+    except ElsewhereFailed:
         return 2
     except KeyboardInterrupt:
-        print("ledger-train: interrupted; the same command goes on from here", file=sys.stderr)
+        if claim_failure():
+            print("ledger-train: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+    except Exception:
+        # An error of torch's on a rank whose peer has failed only says that the peer is gone.
+        if claim_failure():
+            raise
+        return 1
+    if not result:
+        return 0  # another rank than 0
     if as_json:
         print(json.dumps(result, sort_keys=True))
     else:
@@ -66,27 +112,72 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
     """Do what the options ask for; returns what `--json` prints. Raises LedgerError.
 
     `catalog` is the address of the ledger's catalog, which may hold a password: it is no setting,
-    and nothing records it.
+    and nothing records it. As one of several ranks (torchrun's environment), every rank calls it
+    alike; others than rank 0 show and return nothing. Raises RanksNeeded where the layout needs
+    several ranks and this process is none of them, ElsewhereFailed where another rank has failed.
     """
     from ledger.opening import open_ledger
-    from trainer.begin import checkpoint_root, find_standing
-    from trainer.tracking import check_tracking
 
     began = time.monotonic()
     uri = explicit.get("ledger", os.environ.get("LEDGER_URI", "ledger-data"))
-    explicit = {**explicit, "ledger": str(uri)}
+    explicit = as_launched({**explicit, "ledger": str(uri)})
+    join_ranks(explicit.get("distributed_timeout_minutes", DEFAULT_TIMEOUT_MINUTES))
+    if not is_writer():
+        return _follow(uri, catalog)
     forking = "from_version" in explicit
     with open_ledger(uri, create=not forking, catalog=catalog) as ledger:
-        standing = find_standing(ledger, explicit)
-        _check(standing.values)
-        check_tracking(standing.values, ledger.root)
-        checkpoint_root(ledger, standing)
+        standing = _decide(ledger, explicit)
         # Heavy imports only once the options make sense.
         from trainer.opening import is_complete
 
-        if is_complete(ledger, standing):
-            return _result(ledger, standing, began, steps=0, rewards=[], seconds={})
-        return _train(ledger, standing, began, show=show)
+        if from_writer(is_complete(ledger, standing)):
+            result = _result(ledger, standing, began, steps=0, rewards=[], seconds={})
+        else:
+            from_writer(replace(standing, history=None))
+            result = _train(ledger, standing, began, show=show)
+    wait_for_others("end")
+    leave_ranks()
+    return result
+
+
+def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
+    """Where the run stands; what can be checked before anything is written is checked."""
+    from trainer.begin import checkpoint_root, find_standing
+    from trainer.tracking import check_tracking
+
+    standing = find_standing(ledger, explicit)
+    values = standing.values
+    _check(values)
+    check_tracking(values, ledger.root)
+    checkpoint_root(ledger, standing)
+    if ranks_of(values) == 1:
+        return standing
+    if ledger.uri.startswith("memory:"):
+        raise InvalidArgument(
+            explain(
+                "training on several ranks",
+                on=ledger.uri,
+                expected="a ledger that every rank can open",
+                found="one in the memory of a process",
+            )
+        )
+    if not is_launched():
+        nodes, per_node = values["actor_num_nodes"], values["actor_num_gpus_per_node"]
+        raise RanksNeeded(RankPlan(nodes, per_node, values["launcher"]))
+    return standing
+
+
+def _follow(uri: Any, catalog: str | None) -> dict[str, Any]:
+    """Train as another rank than 0, from what that one decides."""
+    from ledger.opening import open_ledger
+
+    if not from_writer(False):
+        standing: Any = from_writer(None)
+        with open_ledger(uri, catalog=catalog, read_only=True) as ledger:
+            _train(ledger, standing, time.monotonic(), show=False)
+    wait_for_others("end")
+    leave_ranks()
+    return {}
 
 
 def _check(values: Mapping[str, Any]) -> None:
@@ -121,9 +212,11 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         seed=values["rollout_seed"],
         num_threads=values["num_threads"],
         deterministic=values["deterministic_mode"],
+        timeout_minutes=values["distributed_timeout_minutes"],
     )
     side = None
-    if values["data"] == "fresh" or values["eval_interval"] is not None:
+    has_engine = values["data"] == "fresh" or values["eval_interval"] is not None
+    if has_engine and is_writer():
         side = LocalRolloutSide(model_folder(ledger, standing), values)
     opened = open_branch(
         ledger, standing, (lambda text: print(text, file=sys.stderr)) if show else (lambda _: None)
@@ -135,16 +228,18 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         steps_total = len(opened.recorded)
     with StepProgress(total=steps_total, enabled=show) as progress:
         progress.say(_headline(standing, opened))
-        tracker = open_tracker(
-            values,
-            ledger=ledger,
-            run_id=standing.run_id,
-            branch=standing.branch,
-            history=opened.history,
-            settings=json.loads(standing.settings_json),
-            tell=lambda text: print(f"ledger-train: {text}", file=sys.stderr),
-        )
-        if side is not None:
+        tracker = None
+        if opened.writer is not None:
+            tracker = open_tracker(
+                values,
+                ledger=ledger,
+                run_id=standing.run_id,
+                branch=standing.branch,
+                history=opened.history,
+                settings=json.loads(standing.settings_json),
+                tell=lambda text: print(f"ledger-train: {text}", file=sys.stderr),
+            )
+        if side is not None and opened.writer is not None:
             side.attach(
                 ledger,
                 standing.run_id,
@@ -154,6 +249,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
                     f"rollout {p.rollout_step}: {p.kept_groups}/{p.wanted_groups} groups"
                 ),
             )
+        if has_engine:
             _load_first(side, opened, standing.run_id)
         loop = TrainingLoop(
             ledger=ledger,
@@ -167,6 +263,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
             algorithm=algorithm,
             sizes=batch_settings(values),
             rollout_side=side,
+            has_engine=has_engine,
             recorded=opened.recorded,
             history=opened.history,
             place=opened.place,
@@ -182,10 +279,14 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         try:
             loop.run()
         finally:
-            opened.writer.close()
-            tracker.close()
+            if opened.writer is not None:
+                opened.writer.close()
+            if tracker is not None:
+                tracker.close()
             if side is not None:
                 side.close()
+    if tracker is None:
+        return {}
     summary = loop.summary
     return _result(
         ledger,
@@ -204,6 +305,10 @@ def _load_first(side: Any, opened: Any, run_id: str) -> None:
     from ledger.weights import first_difference
     from trainer.compare import records_of_event
 
+    if side is None:
+        for _ in opened.state.export_weights():
+            pass  # this rank's shards go to rank 0, which has the engine
+        return
     version = opened.place.weight_version
     found = side.load_weights(version, opened.state.export_weights())
     difference = first_difference(records_of_event(opened.history.weights[version]), found)

@@ -1,9 +1,10 @@
 """The loop: rollouts come in through the ledger, a step is taken, its weights go out.
 
 Trainer and rollout side meet only here and in the ledger; what the loop knows of the rollout side
-is `RolloutSide`. Every stage is committed before the next one begins, and looks at what is
-committed before it does anything, so that a process which starts again goes on where the last one
-was killed.
+is `RolloutSide`. With several ranks all run the loop in step: rank 0 samples, decides and writes,
+the others hear what comes next and compute their part of it. Every stage is committed before the
+next one begins, and looks at what is committed before it does anything, so that a process which
+starts again goes on where the last one was killed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ledger.writer import Writer
 from trainer.checkpoint import save_checkpoint
 from trainer.compare import compare_steps, records_of_event
 from trainer.history import History
+from trainer.processes import from_writer, is_writer, wait_for_head
 from trainer.progress import StepProgress
 from trainer.selection import select_kept
 from trainer.settings import AlgorithmSettings, BatchSettings
@@ -112,14 +114,17 @@ class TrainingLoop:
     ledger: Ledger
     run_id: str
     branch: str
-    writer: Writer
+    writer: Writer | None
+    """None on other ranks than 0, which write nothing."""
     state: TrainState
     reference: Any
     """A frozen model for the KL, or None."""
     algorithm: AlgorithmSettings
     sizes: BatchSettings
     rollout_side: RolloutSide | None
-    """None: recorded trajectories, and no evaluation."""
+    """None: recorded trajectories, and no evaluation; or another rank than 0."""
+    has_engine: bool
+    """Whether rank 0 has a rollout side, so that every rank takes part in giving it weights."""
     recorded: Sequence[StepCommitted] | None
     """The steps whose samples are trained on again; None: fresh rollouts."""
     history: History
@@ -150,13 +155,15 @@ class TrainingLoop:
             for e in events_of(scored, EvalScored)
         )
         for rollout_step, samples in self._rollouts():
-            self._evaluate_if_due(rollout_step)
-            if samples is None:
-                samples = self._fresh(rollout_step)
+            if is_writer():
+                self._evaluate_if_due(rollout_step)
+                if samples is None:
+                    samples = self._fresh(rollout_step)
             self._train(rollout_step, samples)
             if (rollout_step + 1) % self.save_interval == 0:
                 self._save()
-        self._evaluate_if_due(None)
+        if is_writer():
+            self._evaluate_if_due(None)
         self._save()
         return self.place
 
@@ -188,10 +195,15 @@ class TrainingLoop:
         self.summary.spent("select", began)
         return np.split(kept, self.sizes.num_steps_per_rollout)
 
-    def _train(self, rollout_step: int, samples: Sequence[np.ndarray]) -> None:
+    def _train(self, rollout_step: int, samples: Sequence[np.ndarray] | None) -> None:
+        """Take the steps of a rollout; on other ranks than 0, `samples` are what rank 0 says."""
         self.progress.doing(f"step {self.place.step}")
-        planned = self._plan(rollout_step, samples)
-        reader = self.ledger.reader(self.run_id, branch=None)
+        head_seq, decided = from_writer((self.ledger.run(self.run_id).head_seq, samples))
+        if decided is None:
+            raise RuntimeError("a rollout step was to be trained without samples")
+        wait_for_head(self.ledger, self.run_id, head_seq)
+        planned = self._plan(rollout_step, decided)
+        reader = self.ledger.reader(self.run_id, branch=None, as_of=head_seq)
         began = time.perf_counter()
         for plan, _, result in take_rollout(
             self.state, reader, planned, self.algorithm, self.sizes, reference=self.reference
@@ -199,10 +211,12 @@ class TrainingLoop:
             self.summary.spent("train", began)
             published = self._publish(result)
             began = time.perf_counter()
-            if plan.weight_version_out in self.history.steps:
+            if self.writer is None:
+                pass
+            elif plan.weight_version_out in self.history.steps:
                 self._compare(plan, result)
             else:
-                committed = result.step_committed.evolve(read_seq=reader.head_seq)
+                committed = result.step_committed.evolve(read_seq=head_seq)
                 self.writer.append([*result.signals, committed, published])
                 self._track(committed)
             self.summary.spent("append", began)
@@ -241,6 +255,9 @@ class TrainingLoop:
     def _publish(self, result: StepResult) -> WeightsPublished:
         """Hand the new weights to the engine, which stays stopped; compare its own checksums."""
         if self.rollout_side is None:
+            if self.has_engine:
+                for _ in self.state.export_weights():
+                    pass  # this rank's shards go to rank 0, which hands them to the engine
             return result.weights
         began = time.perf_counter()
         version = result.weights.weight_version
@@ -295,7 +312,8 @@ class TrainingLoop:
             weight_version=version,
             step=self.place.step - 1 if self.place.step else None,
         )
-        self.writer.append([event])
+        if self.writer is not None and event is not None:
+            self.writer.append([event])
         self._saved.add(version)
         self.summary.spent("checkpoint", began)
 
@@ -310,7 +328,7 @@ class TrainingLoop:
         inside = rollout_step is not None and version != self.fork_version
         if inside and (rollout_step or 0) % self.eval_interval:
             return
-        if self.rollout_side is None:
+        if self.rollout_side is None or self.writer is None:
             raise RuntimeError("a loop with evaluations was made without a rollout side")
         key = (version, self.rollout_side.evaluation)
         if key in self._evaluated:

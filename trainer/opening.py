@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -22,6 +22,7 @@ from trainer.history import History, read_history
 from trainer.loop import Place, checkpoint_of
 from trainer.model import read_config
 from trainer.parallel import determinism_report
+from trainer.processes import from_writer, is_writer, wait_for_head
 from trainer.reconfigure import reconfigure
 from trainer.restore import check_checkpoint, checkpoint_folder, restore
 from trainer.settings import optimizer_settings, parallel_settings
@@ -40,7 +41,8 @@ def producer_of(branch: str) -> str:
 class Opened:
     """A branch that is ready to be trained."""
 
-    writer: Writer
+    writer: Writer | None
+    """None on other ranks than 0."""
     state: TrainState
     history: History
     place: Place
@@ -57,20 +59,23 @@ def open_branch(
 ) -> Opened:
     """Write what has to be written first, and restore the state to go on from.
 
-    The process groups must have been started; `tell` hears what takes long. Raises InvalidArgument,
-    NotFound, Corrupt, Diverged.
+    The process groups must have been started; `tell` hears what takes long. Every rank calls it:
+    rank 0 decides and writes, the others restore the same state. Raises InvalidArgument, NotFound,
+    Corrupt, Diverged.
     """
     began = time.perf_counter()
-    # The epoch first: from here on nobody else adds to the branch, and only then is its history
-    # read. What another process committed in the meantime is taken again and compared.
-    writer = _take_over(ledger, standing)
-    if writer is not None:
-        standing = find_standing(ledger, standing.explicit)
+    writer = None
+    if is_writer():
+        # The epoch first: from here on nobody else adds to the branch, and only then is its history
+        # read. What another process committed in the meantime is taken again and compared.
+        writer = _take_over(ledger, standing)
+        if writer is not None:
+            standing = find_standing(ledger, standing.explicit)
+    standing = _share(ledger, standing)
     checkpoints = checkpoint_root(ledger, standing)
     if standing.history is None:
-        if writer is None:
-            raise RuntimeError("a new run is written by a writer that took it over")
         state = _start_run(ledger, standing, writer, checkpoints)
+        wait_for_head(ledger, standing.run_id, from_writer(_head(ledger, standing)))
         history = read_history(ledger, standing.run_id)
         place, recorded = Place(0, 0, 0), None
     else:
@@ -89,7 +94,10 @@ def open_branch(
             tell=tell,
         )
         reconfigure(state, optimizer_settings(standing.values))
-        writer = _go_on(ledger, standing, writer, history, place)
+        if is_writer():
+            writer = _go_on(ledger, standing, writer, history, place)
+        # A branch that is new must be there before its number is asked for.
+        wait_for_head(ledger, standing.run_id, from_writer(_head(ledger, standing)))
     return Opened(
         writer=writer,
         state=state,
@@ -100,6 +108,21 @@ def open_branch(
         checkpoints=checkpoints,
         restore_time_s=time.perf_counter() - began,
     )
+
+
+def _head(ledger: Ledger, standing: Standing) -> int:
+    return ledger.run(standing.run_id).head_seq if is_writer() else 0
+
+
+def _share(ledger: Ledger, standing: Standing) -> Standing:
+    """Rank 0's standing, on every rank. Each reads the history for itself, from what rank 0 saw."""
+    had_history = standing.history is not None
+    seen = _head(ledger, standing)
+    bare, had_history, seen = from_writer((replace(standing, history=None), had_history, seen))
+    if is_writer() or not had_history:
+        return standing if is_writer() else bare
+    wait_for_head(ledger, bare.run_id, seen)
+    return replace(bare, history=read_history(ledger, bare.run_id))
 
 
 def model_folder(ledger: Ledger, standing: Standing) -> Path:
@@ -155,7 +178,9 @@ def _take_over(ledger: Ledger, standing: Standing) -> Writer | None:
     return ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
 
 
-def _start_run(ledger: Ledger, standing: Standing, writer: Writer, checkpoints: Path) -> TrainState:
+def _start_run(
+    ledger: Ledger, standing: Standing, writer: Writer | None, checkpoints: Path
+) -> TrainState:
     values = standing.values
     model_dir = model_folder(ledger, standing)
     state = create_state(
@@ -182,7 +207,7 @@ def _start_run(ledger: Ledger, standing: Standing, writer: Writer, checkpoints: 
     # The checkpoint first, so that one transaction makes the run, its first version and its first
     # checkpoint real together.
     folder = checkpoints / "v000000"
-    if folder.exists():
+    if writer is not None and folder.exists():
         # The run has no event, so this is what a process left that was killed before its first.
         shutil.rmtree(folder)
     saved = checkpoint_of(
@@ -193,7 +218,8 @@ def _start_run(ledger: Ledger, standing: Standing, writer: Writer, checkpoints: 
         weight_version=0,
         step=None,
     )
-    writer.append([started, weights, saved])
+    if writer is not None and saved is not None:
+        writer.append([started, weights, saved])
     return state
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ledger.errors import InvalidArgument, explain
 from trainer.options import OPTIONS
 from trainer.ranges import LARGEST_FLOAT
+from trainer.rank_count import with_ranks
 from trainer.settings_conditions import WITH_CONSTANT
 
 __all__ = ["check_values", "content_of", "defaults", "places_of", "validate"]
@@ -127,4 +128,4 @@ def validate(values: Mapping[str, Any]) -> dict[str, Any]:
                 do="give --seq-length at least the longest prompt plus --rollout-max-response-len",
             )
         )
-    return full
+    return with_ranks(full)

@@ -17,6 +17,7 @@ ELSEWHERE = {
     *("--api-key", "--untracked-files", "--no-deps", "--model-path"),
     "--lifecycle-configuration",  # not commands of ours
     *("--task-options",),  # rollout.models
+    *("--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),  # torchrun
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.options.option import COUNT, Option
-from trainer.ranges import at_least
+from trainer.options.option import COUNT, Option, place
+from trainer.ranges import above, at_least
 
 __all__ = ["OPTIONS"]
 
@@ -30,6 +30,49 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "tensor parallel size inside experts",
         within=COUNT,
+    ),
+    Option(
+        "data_parallel_size",
+        "parallelism",
+        int,
+        None,
+        "data parallel size; default: what the ranks leave beside the other sizes",
+        within=COUNT,
+    ),
+    place(
+        "actor_num_nodes",
+        "parallelism",
+        int,
+        None,
+        "hosts whose processes train; default: 1, or as torchrun says",
+        within=COUNT,
+    ),
+    place(
+        "actor_num_gpus_per_node",
+        "parallelism",
+        int,
+        None,
+        "ranks on each host, one a GPU (on CPUs one a process); default: what the layout needs, "
+        "or as torchrun says",
+        within=COUNT,
+    ),
+    Option(
+        "launcher",
+        "parallelism",
+        str,
+        "torchrun",
+        "who starts several ranks where nobody has: torch's launcher in this command, on this "
+        "host, or Ray, on a cluster (RAY_ADDRESS) or one of its own",
+        content=False,
+        choices=("torchrun", "ray"),
+    ),
+    place(
+        "distributed_timeout_minutes",
+        "parallelism",
+        float,
+        30.0,
+        "how long a collective waits for a rank",
+        within=above(0),
     ),
     Option(
         "num_threads",
