@@ -1,4 +1,7 @@
-"""The parameters of a loaded `transformers` model under the names its files use.
+"""The weights of a loaded `transformers` model under the names its files use.
+
+Weights are its parameters and the buffers that it saves: the bias by which a router of GLM-4.5 or
+DeepSeek-V3 chooses experts is one.
 
 In memory, transformers 5 keeps the experts of a layer fused: `experts.gate_up_proj` [E, 2F, H] and
 `experts.down_proj` [E, H, F]. On disk, and for every other tool, they are
@@ -9,7 +12,7 @@ writes the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,14 +28,14 @@ __all__ = ["canonical_views", "check_named", "record_views"]
 
 
 def canonical_views(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Views of all parameters by canonical name, sorted; a tied head is only the embedding.
+    """Views of all weights by canonical name, sorted; a tied head is only the embedding.
 
     Raises:
         InvalidArgument: fused expert weights of a shape that is not known.
     """
     views: dict[str, Tensor] = {}
     # named_parameters leaves out later occurrences of a shared tensor: the tied lm_head.
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *_saved_buffers(model)):
         data = parameter.detach()
         prefix, _, leaf = name.rpartition(".")
         if prefix.endswith(".experts") and leaf in ("gate_up_proj", "down_proj"):
@@ -56,6 +59,13 @@ def canonical_views(model: torch.nn.Module) -> dict[str, Tensor]:
         else:
             views[name] = data
     return dict(sorted(views.items()))
+
+
+def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
 
 
 def check_named(views: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,10 @@
 """Recording which experts each token was sent to, from the router modules of `transformers`.
 
 In transformers 5 a mixture-of-experts block has a router module (`mlp.gate`) that returns
-`(logits [N, experts], weights [N, topk], ids [N, topk])`. Anything else is refused by name: a wrong
-guess here would poison every replay.
+`(logits [N, experts], weights [N, topk], ids [N, topk])`: Qwen3-MoE's, whose weights are softmaxes,
+and those of GLM-4.5 and DeepSeek-V3, whose weights are sigmoids times `routed_scaling_factor`, and
+whose ids are in no particular order. Anything else is refused by name: a wrong guess here would
+poison every replay.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class RoutingRecorder:
         routers = [
             (name, module)
             for name, module in model.named_modules()
-            if type(module).__name__.endswith("TopKRouter")
+            if type(module).__name__.lower().endswith("topkrouter")
         ]
         if not routers:
             raise self._unrecognised("no module whose class name ends in 'TopKRouter'")
@@ -71,7 +73,7 @@ class RoutingRecorder:
                 on=f"transformers {transformers.__version__}",
                 expected="router modules that return (logits, weights [N, topk], ids [N, topk])",
                 found=found,
-                do="use a Qwen3-MoE model and a tested transformers version (5.x)",
+                do="use a Qwen3-MoE, GLM-4.5 or DeepSeek-V3 model and a tested transformers (5.x)",
             )
         )
 
