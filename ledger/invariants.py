@@ -285,8 +285,15 @@ def _check_signal(rows: Rows) -> None:
     rows.unique("index", "step")
 
 
+_SIGNAL_LOG_PROBS = ("log_probs", "ref_log_probs", "teacher_log_probs")
+
+
 def _check_masks(rows: Rows, tables: Mapping[str, pa.Table], lookup: Lookup) -> None:
-    """A mask is as long as the stored response, and 1 only where a segment sampled the token."""
+    """A mask is as long as the stored response, and 1 only where a segment sampled the token.
+
+    Where nothing was sampled there is no log-probability either: a number there, 0.0 above all, is
+    taken for a probability of 1 by whoever averages over it.
+    """
     indices = rows.numbers("index")
     pieces = [lookup.pieces(indices)]
     pieces += [pieces_of(kind, tables[kind]) for kind in PIECE_KINDS if kind in tables]
@@ -294,6 +301,7 @@ def _check_masks(rows: Rows, tables: Mapping[str, pa.Table], lookup: Lookup) -> 
     owners, starts, lengths = (table.column(n).to_numpy() for n in ("index", "start", "length"))
     sampled = table.column("sampled").to_numpy()
     mask, offsets = rows.flat("loss_mask")
+    log_probs = {name: rows.flat(name) for name in _SIGNAL_LOG_PROBS}
     order = np.lexsort((starts, owners))
     first = np.searchsorted(owners[order], indices, "left")
     last = np.searchsorted(owners[order], indices, "right")
@@ -309,6 +317,14 @@ def _check_masks(rows: Rows, tables: Mapping[str, pa.Table], lookup: Lookup) -> 
             if not sampled[piece] and of_row[start:end].any():
                 at = start + int(of_row[start:end].argmax())
                 rows.refuse(row, "loss_mask", "0 where nothing was sampled", f"1 at token {at}")
+            if sampled[piece]:
+                continue
+            for name, (values, bounds) in log_probs.items():
+                there = values[bounds[row] : bounds[row + 1]][start:end]
+                numbers = np.flatnonzero(~np.isnan(there))
+                if len(numbers):
+                    found = f"{there[numbers[0]]} at token {start + numbers[0]}"
+                    rows.refuse(row, name, "NaN where nothing was sampled", found)
         if end != len(of_row):
             what = f"{end} values, one for each token of the stored response of sample {index}"
             rows.refuse(row, "loss_mask", what, f"{len(of_row)} values")

@@ -73,6 +73,9 @@ def kept(ids: list[int], offsets: list[int]) -> dict[str, Any]:
 
 
 F32 = np.float32
+WITH_TOOL = masked(8, [1, 1, 1, 0, 0, 1, 1])
+"""Tokens 3 and 4 of sample 8 are a tool's."""
+TOOL_ZERO = np.array([-1, -1, -1, np.nan, 0, -1, -1], F32)
 CASES: list[tuple[Event, dict[str, Any], str, str, str]] = [
     # Invariant I
     (SEGMENT, {"rollout_log_probs": np.zeros(2, F32)}, "rollout_log_probs", "3 values", "2 values"),
@@ -113,6 +116,9 @@ CASES: list[tuple[Event, dict[str, Any], str, str, str]] = [
     (masked(0, [1, 1, 1]), {"values": np.zeros(4, F32)}, "values", "3 values", "4 values"),
     (masked(8, [1, 1, 1, 0, 1, 1, 1]), {}, "loss_mask", "nothing was sampled", "1 at token 4"),
     (masked(8, [1, 1, 1, 0, 0, 1]), {}, "loss_mask", "7 values", "6 values"),
+    (WITH_TOOL, {"log_probs": np.zeros(7, F32)}, "log_probs", "nothing was s", "0.0 at token 3"),
+    (WITH_TOOL, {"ref_log_probs": TOOL_ZERO}, "ref_log_probs", "nothing was s", "0.0 at token 4"),
+    (WITH_TOOL, {"teacher_log_probs": TOOL_ZERO}, "teacher_log_probs", "NaN where", "at token 4"),
     (masked(777, [1]), {}, "loss_mask", "0 values", "1 values"),
     (STEP, {"indices": longs(0, 1, 1, 3)}, "indices", "each sample once", "sample 1"),
     (STEP, {"micro_batch_offsets": ints(0, 3)}, "micro_batch_offsets", "3 offsets", "[0, 3]"),
