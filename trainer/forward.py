@@ -7,6 +7,7 @@ a micro-batch, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from ledger.errors import InvalidArgument, explain
 from trainer.kept_sets import log_probs_over_sets
 from trainer.megatron import unwrap
 from trainer.microbatch import MicroBatch
+from trainer.packed_attention import packed_sequences
 from trainer.parallel import device
 from trainer.routing_replay import is_moe, recording, replaying
 
@@ -34,9 +36,10 @@ __all__ = [
 def micro_output(model: Any, micro: MicroBatch, *, free_routing: bool = False) -> Tensor:
     """What `model` (one pipeline stage of it) gives for a micro-batch.
 
-    The last stage gives logits [B, T, V], the others hidden states for the next stage. Experts are
-    those recorded; the model's own routers choose only with `free_routing=True` (for a reference
-    model, which has routers of its own).
+    The last stage gives logits: [B, T, V] where rows are samples; [n, V] of the response tokens
+    alone where they are packed, so that nobody multiplies prompts by the vocabulary. The other
+    stages give hidden states for the next one. Experts are those recorded; the model's own routers
+    choose only with `free_routing=True` (for a reference model, which has routers of its own).
 
     Raises InvalidArgument where an MoE model gets neither, a dense model gets ids, or shapes or ids
     cannot be.
@@ -51,11 +54,46 @@ def micro_output(model: Any, micro: MicroBatch, *, free_routing: bool = False) -
     if expert_ids is not None:
         routed = replaying(model, expert_ids, tokens_BT.shape)
     with routed:
+        if micro.sequence_starts is not None:
+            return _packed_output(model, tokens_BT, micro, micro.sequence_starts)
         return logits_of(model, tokens_BT)
 
 
+def _packed_output(
+    model: Any, tokens_BT: Tensor, micro: MicroBatch, starts: npt.NDArray[np.int32]
+) -> Tensor:
+    width = tokens_BT.shape[1]
+    if starts[-1] < width:  # padding is a sequence of its own, which nobody reads
+        starts = np.append(starts, np.int32(width))
+    packed = packed_sequences(torch.from_numpy(starts).to(tokens_BT.device))
+    positions = torch.from_numpy(micro.positions_BT).to(tokens_BT.device)
+    chunk = unwrap(model)
+    columns_n = torch.from_numpy(micro.columns_n).to(tokens_BT.device)
+    # A head that gathers the hidden states of its ranks has all columns only afterwards.
+    early = chunk.post_process and not chunk.config.sequence_parallel
+    with _only_columns(chunk.output_layer, columns_n) if early else contextlib.nullcontext():
+        output: Tensor = model(tokens_BT, positions, None, packed_seq_params=packed)
+    if not chunk.post_process:
+        return output
+    return output[0] if early else output[0].index_select(0, columns_n)
+
+
+@contextlib.contextmanager
+def _only_columns(head: torch.nn.Module, columns_n: Tensor) -> Iterator[None]:
+    """Within it, the head gets the hidden states [T, 1, h] of these columns alone."""
+
+    def chosen(_: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].index_select(0, columns_n), *args[1:])
+
+    handle = head.register_forward_pre_hook(chosen)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def log_probs_at(
-    logits_BTV: Tensor,
+    logits: Tensor,
     micro: MicroBatch,
     *,
     want_entropy: bool = False,
@@ -63,18 +101,21 @@ def log_probs_at(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability [n] of each response token, and the entropy [n] of what it was drawn from.
 
-    Both float32, the entropy in nats, or None where it is not asked for. Only the columns that are
-    about response tokens go through the softmax, the largest array here. A gradient flows where
-    gradients are enabled, into the entropy only with `entropy_gradient`.
+    `logits` are what `micro_output` gave. Both float32, the entropy in nats, or None where it is
+    not asked for. Only the columns that are about response tokens go through the softmax, the
+    largest array here. A gradient flows where gradients are enabled, into the entropy only with
+    `entropy_gradient`.
 
     The arithmetic is `log_softmax(logits / temperature)` and a gather, in float32, so that an
     engine which does the same on bitwise equal logits gets bitwise equal numbers. The temperature
     is the one recorded with each sample, whatever the options of this run say; where the ids that
     top-p and top-k left are recorded, the softmax is over them alone.
     """
-    columns_n = torch.from_numpy(micro.columns_n).to(logits_BTV.device)
-    targets_n = torch.from_numpy(micro.targets_n).to(logits_BTV.device)
-    logits_nV = logits_BTV.flatten(0, 1).index_select(0, columns_n)
+    targets_n = torch.from_numpy(micro.targets_n).to(logits.device)
+    logits_nV = logits
+    if micro.sequence_starts is None:
+        columns_n = torch.from_numpy(micro.columns_n).to(logits.device)
+        logits_nV = logits.flatten(0, 1).index_select(0, columns_n)
     temperature = _temperature(micro.temperatures_n, logits_nV)
     if micro.kept_sets is not None:
         with_entropy = want_entropy and entropy_gradient

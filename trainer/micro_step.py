@@ -20,11 +20,11 @@ from trainer.algorithms.kl import approximate_kl
 from trainer.algorithms.losses import LossInputs, policy_loss
 from trainer.batch import Batch
 from trainer.forward import log_probs_at, micro_output
-from trainer.megatron import get_forward_backward_func
 from trainer.microbatch import MicroBatch
 from trainer.parallel import device as current_device
 from trainer.ranks import data_parallel_size, is_last_stage, share
 from trainer.routing_replay import finish_backward, is_moe
+from trainer.schedule import run_schedule
 from trainer.settings import AlgorithmSettings
 from trainer.state import TrainState
 
@@ -120,15 +120,7 @@ def forward_backward(
 
     chunks = state.chunks
     try:
-        outcomes: list[Outcome] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
-            model=chunks,
-            num_microbatches=len(micros),
-            seq_length=micros[0].tokens_BT.shape[1],
-            micro_batch_size=micros[0].tokens_BT.shape[0],
-            forward_only=False,
-        )
+        outcomes: list[Outcome] = run_schedule(forward_step, chunks, micros, forward_only=False)
     finally:
         for chunk in chunks:
             if is_moe(chunk):

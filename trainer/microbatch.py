@@ -1,4 +1,4 @@
-"""Cuts the batch of a step into micro-batches. Which sample is where is a recorded decision.
+"""Cuts the batch of a step into micro-batches, by a partition: a recorded decision.
 
 By default every sample is a row, and all micro-batches have one shape [rows, width], padded on the
 right, because bits may depend on the shape. Packed micro-batches have one row each, in which the
@@ -16,13 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ledger.errors import InvalidArgument, explain
 from ledger.events import StepCommitted
 from trainer.batch import Batch
 from trainer.kept_sets import KeptSets
-from trainer.settings import BatchSettings
 
-__all__ = ["MicroBatch", "Partition", "cut", "partition", "partition_for", "recorded_partition"]
+__all__ = ["MicroBatch", "Partition", "cut", "recorded_partition"]
 
 PADDING_ID = 0
 """Any id will do: padding on the right reaches no column of a real token."""
@@ -79,83 +77,6 @@ class MicroBatch:
     expert_ids: npt.NDArray[np.integer] | None
     """[rows, T, L, K] Recorded experts. The last token of a sample, whose experts nobody recorded
     because no prediction comes from it, has those of the token before; padding has 0, 1, …, K-1."""
-
-
-def partition(
-    lengths_B: npt.NDArray[np.int64],
-    indices_B: npt.NDArray[np.int64],
-    *,
-    micro_batch_size: int,
-    seq_length: int | None,
-    data_parallel_size: int = 1,
-) -> Partition:
-    """Samples in order, `micro_batch_size` to a micro-batch; the last one may hold fewer.
-
-    `lengths_B` are tokens of prompt and response. The width is `seq_length`, or the longest sample.
-    Ranks get consecutive runs of micro-batches.
-
-    Raises InvalidArgument: a sample that is longer than `seq_length`, named; micro-batches that
-    cannot be shared evenly by the ranks.
-    """
-    longest = int(lengths_B.max())
-    if seq_length is not None and longest > seq_length:
-        too_long = lengths_B > seq_length
-        named = [
-            f"sample {index} ({length} tokens)"
-            for index, length in zip(
-                indices_B[too_long].tolist(), lengths_B[too_long].tolist(), strict=True
-            )
-        ]
-        raise InvalidArgument(
-            explain(
-                "cutting the batch into micro-batches",
-                on=", ".join(named[:8]) + (", …" if len(named) > 8 else ""),
-                expected=f"at most --seq-length {seq_length} tokens of prompt and response",
-                found=f"{len(named)} of {len(lengths_B)} samples are longer, up to {longest}",
-                do=f"raise --seq-length to {longest} or more, or generate less",
-            )
-        )
-    n_samples = len(lengths_B)
-    n_micro = -(-n_samples // micro_batch_size)
-    if n_micro % data_parallel_size:
-        raise InvalidArgument(
-            explain(
-                "sharing micro-batches among the data-parallel ranks",
-                on=f"{n_samples} samples, --micro-batch-size {micro_batch_size}",
-                expected=f"a multiple of {data_parallel_size} micro-batches",
-                found=n_micro,
-                do="change --global-batch-size or --micro-batch-size",
-            )
-        )
-    offsets_M = np.minimum(np.arange(n_micro + 1) * micro_batch_size, n_samples)
-    return Partition(
-        order_B=np.arange(n_samples),
-        offsets_M=offsets_M.astype(np.int32),
-        ranks_M=(np.arange(n_micro) // (n_micro // data_parallel_size)).astype(np.int32),
-        rows=micro_batch_size,
-        widths_M=np.full(n_micro, longest if seq_length is None else seq_length, np.int32),
-        packed=False,
-    )
-
-
-def partition_for(
-    lengths_B: npt.NDArray[np.int64],
-    indices_B: npt.NDArray[np.int64],
-    sizes: BatchSettings,
-    *,
-    data_parallel_size: int = 1,
-) -> Partition:
-    """The partition that the settings ask for: a function of the arguments alone.
-
-    Raises InvalidArgument as the partition of its kind does.
-    """
-    return partition(
-        lengths_B,
-        indices_B,
-        micro_batch_size=sizes.micro_batch_size,
-        seq_length=sizes.seq_length,
-        data_parallel_size=data_parallel_size,
-    )
 
 
 def recorded_partition(step: StepCommitted) -> Partition:

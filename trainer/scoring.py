@@ -16,10 +16,10 @@ from torch import Tensor
 
 from trainer.batch import Batch
 from trainer.forward import log_probs_at, micro_output
-from trainer.megatron import get_forward_backward_func
 from trainer.microbatch import MicroBatch, Partition, cut
 from trainer.ranks import data_parallel_rank, is_last_stage, share
 from trainer.routing_replay import finish_backward, is_moe
+from trainer.schedule import run_schedule
 from trainer.state import TrainState
 
 __all__ = ["response_log_probs", "score_policy"]
@@ -66,14 +66,8 @@ def response_log_probs(
 
     out_N = np.full(len(batch.sampled_N), np.nan, np.float32)
     with torch.no_grad():
-        scored: list[npt.NDArray[np.float32]] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
-            model=list(chunks),
-            num_microbatches=len(micros),
-            seq_length=micros[0].tokens_BT.shape[1],
-            micro_batch_size=micros[0].tokens_BT.shape[0],
-            forward_only=True,
+        scored: list[npt.NDArray[np.float32]] = run_schedule(
+            forward_step, chunks, micros, forward_only=True
         )
     if is_last_stage():
         for micro, log_probs_n in zip(micros, scored, strict=True):

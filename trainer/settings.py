@@ -262,9 +262,26 @@ class BatchSettings:
     """Rows of a micro-batch."""
     seq_length: int | None = None
     """Tokens a row; None: the longest sample of the step."""
+    use_dynamic_batch_size: bool = False
+    """Micro-batches are rows of samples one after the other, filled by tokens."""
+    max_tokens_per_gpu: int | None = None
+    """Tokens of such a row at most, times the context parallel size."""
+    balance_data: bool = False
+    """Data-parallel ranks get samples of about as many tokens each."""
 
     def __post_init__(self) -> None:
         """Check the batch identity; raises InvalidArgument."""
+        if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
+            raise InvalidArgument(
+                explain(
+                    "checking the batch sizes",
+                    on="--use-dynamic-batch-size and --max-tokens-per-gpu",
+                    expected="both or neither",
+                    found="the second is missing"
+                    if self.use_dynamic_batch_size
+                    else "the second alone",
+                )
+            )
         for name in (
             "rollout_batch_size",
             "n_samples_per_prompt",

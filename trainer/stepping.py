@@ -23,10 +23,11 @@ from trainer.algorithms.needs import needs_old_log_probs
 from trainer.algorithms.offpolicy_mask import mask_offpolicy
 from trainer.batch import Batch, load_batch
 from trainer.batch_lengths import read_lengths
-from trainer.microbatch import Partition, partition_for
+from trainer.microbatch import Partition
+from trainer.partition import partition_for, terms_of
 from trainer.ranks import data_parallel_size
 from trainer.scoring import score_policy
-from trainer.settings import AlgorithmSettings, BatchSettings, OptimizerSettings
+from trainer.settings import AlgorithmSettings, BatchSettings, OptimizerSettings, ParallelSettings
 from trainer.state import TrainState
 from trainer.step import StepResult, run_step
 
@@ -90,18 +91,21 @@ def plan_step(
     reader: TableSource,
     indices: npt.NDArray[np.int64],
     sizes: BatchSettings,
+    parallel: ParallelSettings,
     *,
     recorded: Partition | None = None,
 ) -> tuple[Batch, Partition]:
     """The batch of a step in training order, and how it is cut up.
 
-    The partition is the recorded one, or made from the lengths of the samples and the settings.
+    The partition is the recorded one, or made from the lengths of the samples, the settings and the
+    layout.
     Raises what `load_batch` and `partition` raise.
     """
     if recorded is not None:
         return load_batch(reader, indices), recorded
     lengths_B = read_lengths(reader, indices)
-    made = partition_for(lengths_B, indices, sizes, data_parallel_size=data_parallel_size())
+    terms = terms_of(parallel, data_parallel_size=data_parallel_size())
+    made = partition_for(lengths_B, indices, sizes, terms)
     return load_batch(reader, indices[made.order_B]), made
 
 
@@ -123,7 +127,9 @@ def take_rollout(
     batches: list[tuple[Batch, Partition, float]] = []
     for plan in planned:
         began = time.perf_counter()
-        batch, cut_up = plan_step(reader, plan.indices, sizes, recorded=plan.partition)
+        batch, cut_up = plan_step(
+            reader, plan.indices, sizes, state.parallel, recorded=plan.partition
+        )
         if algorithm.mask_offpolicy_in_partial_rollout:
             newest_N = mask_offpolicy(batch.weight_versions_N, batch.sampled_N, batch.offsets_N)
             batch = replace(batch, loss_mask_N=newest_N * batch.loss_mask_N)

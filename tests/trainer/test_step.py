@@ -17,8 +17,9 @@ from tests.trainer.tiny_policy import make_folder, make_state, start
 from trainer.batch import Batch, load_batch
 from trainer.compare import compare_steps
 from trainer.forward import recorded_routing, token_log_probs
-from trainer.microbatch import Partition, partition_for
+from trainer.microbatch import Partition
 from trainer.model import build_model
+from trainer.partition import partition_for
 from trainer.scoring import score_policy
 from trainer.settings import AlgorithmSettings, BatchSettings, ParallelSettings
 from trainer.state import load_weights
@@ -47,7 +48,7 @@ def sample_tokens() -> list[list[int]]:
     return [[1, 2, 3, 7, 8, 9], [1, 2, 3, 4], [5, 6, 7, 8, 9, 30, 11, 12], [5, 6, 7, 13, 14]]
 
 
-def make_batch(rewards=(1.0, 0.0, 0.0, 1.0), *, state=None, routed=None) -> Batch:
+def make_batch(rewards=(1.0, 0.0, 0.0, 1.0), *, state=None, routed=None, order=range(4)) -> Batch:
     """`state`: the policy that sampled, whose own log-probs are recorded; else −1 everywhere."""
     tokens = sample_tokens()
     events: list[Any] = [prompt([0, 1], [1, 2, 3], group=0), prompt([2, 3], [5, 6, 7], group=1)]
@@ -70,7 +71,7 @@ def make_batch(rewards=(1.0, 0.0, 0.0, 1.0), *, state=None, routed=None) -> Batc
         if routed is not None:
             events.append(routing(index, routed[index].numpy()))
         events.append(score(index, rewards[index]))
-    return load_batch(MemoryReader(events), range(4))
+    return load_batch(MemoryReader(events), order)
 
 
 @pytest.fixture(scope="module")

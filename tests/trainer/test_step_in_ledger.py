@@ -14,7 +14,8 @@ from tests.trainer.memory import MemoryReader, observation, prompt, score, segme
 from tests.trainer.tiny_policy import make_folder, make_state
 from trainer.batch import batch_digest, load_batch
 from trainer.compare import compare_steps
-from trainer.microbatch import partition_for, recorded_partition
+from trainer.microbatch import recorded_partition
+from trainer.partition import partition_for
 from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.step import run_step
 from trainer.step_events import weights_event

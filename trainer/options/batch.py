@@ -41,4 +41,29 @@ OPTIONS: tuple[Option, ...] = (
         "tokens a row; default: the longest sample of the step",
         within=at_least(2, LARGEST),
     ),
+    Option(
+        "use_dynamic_batch_size",
+        "batch",
+        bool,
+        False,
+        "micro-batches by tokens: samples one after the other in one row, without padding; "
+        "--micro-batch-size is not used then",
+    ),
+    Option(
+        "max_tokens_per_gpu",
+        "batch",
+        int,
+        None,
+        "with --use-dynamic-batch-size: tokens of a micro-batch at most, times the context "
+        "parallel size; a longer sample gets a micro-batch of its own",
+        within=COUNT,
+    ),
+    Option(
+        "balance_data",
+        "batch",
+        bool,
+        False,
+        "data-parallel ranks get samples of about as many tokens each (always so with "
+        "--use-dynamic-batch-size)",
+    ),
 )
