@@ -105,7 +105,7 @@ def test_the_old_policy_scores_with_the_bits_of_the_training_forward(folder):
     made = plan()
     batch = batch_of(folder, made.order_B)
     state = make_state(folder)
-    scored = score_policy(state, batch, made, ALGORITHM)
+    scored = score_policy(state, batch, made)
     trained = step(state, batch, made)
     recorded = np.concatenate([signal.log_probs for signal in trained.signals])
     assert scored.tobytes() == recorded.tobytes()
