@@ -43,6 +43,8 @@ class Signals:
     ref_log_probs_N: npt.NDArray[np.float32] | None
     correction: Correction | None = None
     """[N] Of the whole step, where it is worked out before; None: each micro-batch does."""
+    restrained_N: torch.Tensor | None = None
+    """bool: the tokens that the policy loss picked out of the whole step, if it does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -171,6 +173,9 @@ def _loss(
         mask_N=in_loss_n,
         sequence_N=torch.from_numpy(micro.sample_n).to(log_probs_n.device),
         n_sequences=micro.samples.stop - micro.samples.start,
+        restrained_N=None
+        if signals.restrained_N is None
+        else signals.restrained_N[micro.responses].to(log_probs_n.device),
     )
     result = policy_loss(inputs, algorithm)
     policy_loss_n = token_loss_n = result.loss_N

@@ -136,11 +136,11 @@ class AlgorithmSettings:
     """Temperature of SAPO's gate where the advantage is above 0."""
     tau_neg: float = 1.05
     clip_cov_ratio: float = 0.0002
-    """Share of a micro-batch's loss tokens that Clip-Cov takes out."""
+    """Share of the step's loss tokens that Clip-Cov takes out."""
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
     kl_cov_ratio: float = 0.0002
-    """Share of a micro-batch's loss tokens that KL-Cov penalises."""
+    """Share of the step's loss tokens that KL-Cov penalises."""
     ppo_kl_coef: float = 1.0
     """Weight of KL-Cov's penalty."""
     vespo_k_pos: float = 2.0

@@ -23,6 +23,7 @@ from trainer.algorithms.advantages import estimate_advantages
 from trainer.algorithms.aggregate import token_weights
 from trainer.algorithms.corrections import rollout_correction
 from trainer.algorithms.kl import approximate_kl
+from trainer.algorithms.losses import RESTRAINTS, restrained_tokens
 from trainer.algorithms.needs import needs_old_log_probs, reward_parts_used
 from trainer.algorithms.rewards import RewardBatch
 from trainer.batch import Batch, batch_digest
@@ -214,6 +215,11 @@ def _signals(
     if needs_old_log_probs(algorithm) and old_N is not None:
         inputs = step_inputs(batch, advantages_N, old_N, old_N)
         correction = rollout_correction(inputs, algorithm)
+    restrained_N = None
+    if algorithm.policy_loss in RESTRAINTS:
+        current_N = response_log_probs(state.chunks, batch, micros)
+        inputs = step_inputs(batch, advantages_N, current_N, current_N if old_N is None else old_N)
+        restrained_N = restrained_tokens(inputs, algorithm)
     return Signals(
         advantages_N=advantages_N,
         weights_N=token_weights(
@@ -227,6 +233,7 @@ def _signals(
         old_log_probs_N=old_N,
         ref_log_probs_N=ref_N,
         correction=correction,
+        restrained_N=restrained_N,
     )
 
 

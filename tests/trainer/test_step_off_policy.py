@@ -44,7 +44,7 @@ def token_weights_of(batch: Batch) -> np.ndarray:
 def test_tis_in_a_step(folder):
     """The engine's log-probs are −1 everywhere, the trainer's of a random model near −3.5."""
     batch = make_batch()
-    trainer = score_policy(make_state(folder), batch, plan_of(batch, SIZES), AlgorithmSettings())
+    trainer = score_policy(make_state(folder), batch, plan_of(batch, SIZES))
     x = trainer.astype(np.float64) - batch.rollout_log_probs_N
     clip = float(np.nanmedian(np.exp(x)))
     result = step(folder, batch, AlgorithmSettings(use_tis=True, tis_clip=clip))
@@ -126,7 +126,7 @@ def test_normalised_weights_need_the_whole_step_first(folder):
     for rows in (1, 3):
         sizes = dataclasses.replace(SIZES, micro_batch_size=rows)
         state = make_state(folder)
-        old = score_policy(state, batch, plan_of(batch, sizes), MIS_NORMALIZED)
+        old = score_policy(state, batch, plan_of(batch, sizes))
         result = step(folder, batch, MIS_NORMALIZED, sizes, state, old_log_probs_N=old)
         weights = flat(result, "correction_weights")[batch.loss_mask_N > 0]
         assert weights.mean() == pytest.approx(1.0, rel=1e-6)
@@ -137,7 +137,7 @@ def test_normalised_weights_need_the_whole_step_first(folder):
 
 def old_of(folder, batch: Batch) -> np.ndarray:
     """Log-probs of an old policy: the current one's moved about, so that ratios differ."""
-    current = score_policy(make_state(folder), batch, plan_of(batch, SIZES), AlgorithmSettings())
+    current = score_policy(make_state(folder), batch, plan_of(batch, SIZES))
     moved = current + np.float32(0.3) * np.sin(np.arange(len(current), dtype=np.float32))
     return np.where(batch.sampled_N > 0, moved, np.float32(np.nan)).astype(np.float32)
 
@@ -150,7 +150,7 @@ def test_opsm_in_a_later_step(folder):
     batch = make_batch()
     old = old_of(folder, batch)
     result = second(folder, batch, AlgorithmSettings(use_opsm=True, opsm_delta=0.0), old)
-    current = score_policy(make_state(folder), batch, plan_of(batch, SIZES), AlgorithmSettings())
+    current = score_policy(make_state(folder), batch, plan_of(batch, SIZES))
     for number, signal in enumerate(result.signals):
         part = slice(*batch.offsets_N[number : number + 2])
         mask = batch.loss_mask_N[part] > 0
@@ -186,17 +186,26 @@ def test_every_loss_with_a_fully_masked_sample(folder, name):
     assert other.step_committed.loss == first.step_committed.loss
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("clip_cov", "kl_cov")])
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_do_not_know_the_partition(folder, name):
+    """Those that choose tokens by their covariance choose them from the whole step."""
     batch = make_batch()
     old = old_of(folder, batch)
-    algorithm = AlgorithmSettings(policy_loss=name, loss_aggregation="seq-mean-token-sum")
+    algorithm = AlgorithmSettings(
+        policy_loss=name,
+        loss_aggregation="seq-mean-token-sum",
+        clip_cov_lb=0.0,
+        clip_cov_ratio=0.3,
+        kl_cov_ratio=0.3,
+    )
     one, four = (
         second(folder, batch, algorithm, old, dataclasses.replace(SIZES, micro_batch_size=m))
         for m in (1, 4)
     )
     assert one.step_committed.loss == pytest.approx(four.step_committed.loss, rel=1e-5, abs=1e-6)
     assert one.step_committed.grad_norm == pytest.approx(four.step_committed.grad_norm, rel=1e-4)
+    if name in ("clip_cov", "kl_cov"):
+        assert one.metrics["clip_fraction_high"] == four.metrics["clip_fraction_high"] >= 3 / 10
 
 
 def test_unbiased_kl_in_a_step(folder, other_model):

@@ -19,14 +19,17 @@ seq-mean-token-sum`.
 from __future__ import annotations
 
 from trainer.algorithms.losses.call import policy_loss
+from trainer.algorithms.losses.covariance import RESTRAINTS, restrained_tokens
 from trainer.algorithms.losses.inputs import LossInputs, PolicyLoss, TokenLoss
 from trainer.algorithms.losses.names import POLICY_LOSS_ALIASES, POLICY_LOSSES
 
 __all__ = [
     "POLICY_LOSSES",
     "POLICY_LOSS_ALIASES",
+    "RESTRAINTS",
     "LossInputs",
     "PolicyLoss",
     "TokenLoss",
     "policy_loss",
+    "restrained_tokens",
 ]

@@ -37,6 +37,8 @@ class LossInputs:
     """int64: number of the token's sample in the micro-batch, from 0, never falling."""
     n_sequences: int
     """Samples of the micro-batch; one may have no token."""
+    restrained_N: torch.Tensor | None = None
+    """bool: tokens that a loss picked out of the whole step before, see `covariance`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
