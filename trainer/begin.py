@@ -22,6 +22,7 @@ from ledger.store import Ledger
 from trainer.history import History, read_history
 from trainer.option_values import check_values, content_of, places_of, validate
 from trainer.options import OPTIONS
+from trainer.presets import spelled_out
 
 __all__ = ["Standing", "checkpoint_root", "find_standing"]
 
@@ -68,6 +69,7 @@ def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     check_values(explicit)
     if "from_version" in explicit:
         return _fork(ledger, explicit)
+    explicit = spelled_out(explicit)
     run_id = explicit.get("run_id") or (
         DEFAULT_RUN if not ledger.runs() else ledger.run(None).run_id
     )
@@ -141,11 +143,12 @@ def _resume(ledger: Ledger, run_id: str, branch: str, explicit: Mapping[str, Any
     )
 
 
-def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
-    version = int(explicit["from_version"])
-    run_id = ledger.run(explicit.get("run_id")).run_id
+def _fork(ledger: Ledger, said: Mapping[str, Any]) -> Standing:
+    version = int(said["from_version"])
+    run_id = ledger.run(said.get("run_id")).run_id
     parent = ledger.version(run_id, version).branch
     recorded, recorded_places = _recorded(ledger, run_id, parent)
+    explicit = spelled_out(said, recorded)
     values = {**recorded_places, **recorded, **explicit}
     values["data"] = explicit.get("data", "recorded")
     if values["data"] == "recorded":
@@ -160,7 +163,7 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     changed = {
         k: v for k, v in content_of(full).items() if _plain(v) != recorded.get(k) and k != "data"
     }
-    name = explicit.get("branch") or _branch_name(version, explicit)
+    name = explicit.get("branch") or _branch_name(version, said)
     history = read_history(ledger, run_id)
     standing = Standing(
         kind="new branch",
@@ -172,7 +175,7 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
         parent_branch=parent,
         fork_version=version,
         changed=changed,
-        explicit=explicit,
+        explicit=said,
         limit=explicit.get("num_rollout"),
     )
     if name not in {b.name for b in ledger.branches(run_id)}:
@@ -202,7 +205,7 @@ def _fork(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
         parent_branch=info.parent,
         fork_version=version,
         changed=changed,
-        explicit=explicit,
+        explicit=said,
         limit=explicit.get("num_rollout"),
     )
 

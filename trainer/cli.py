@@ -196,6 +196,7 @@ def _check(values: Mapping[str, Any]) -> None:
 def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str, Any]:
     from rollout.side import LocalRolloutSide
     from trainer.algorithms.check import check_algorithm
+    from trainer.algorithms.notes import algorithm_notes
     from trainer.loop import TrainingLoop
     from trainer.opening import model_folder, open_branch
     from trainer.parallel import initialize
@@ -228,6 +229,12 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         steps_total = len(opened.recorded)
     with StepProgress(total=steps_total, enabled=show) as progress:
         progress.say(_headline(standing, opened))
+        for note in algorithm_notes(
+            algorithm,
+            n_samples_per_prompt=values["n_samples_per_prompt"],
+            group_filter=values["dynamic_sampling_filter_path"] if opened.recorded is None else None,
+        ):
+            progress.say(f"note: {note}")
         tracker = None
         if opened.writer is not None:
             tracker = open_tracker(
