@@ -232,7 +232,9 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         for note in algorithm_notes(
             algorithm,
             n_samples_per_prompt=values["n_samples_per_prompt"],
-            group_filter=values["dynamic_sampling_filter_path"] if opened.recorded is None else None,
+            group_filter=values["dynamic_sampling_filter_path"]
+            if opened.recorded is None
+            else None,
         ):
             progress.say(f"note: {note}")
         tracker = None
