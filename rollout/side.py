@@ -98,6 +98,9 @@ class LocalRolloutSide:
             recompute_logprobs_via_prefill=values["recompute_logprobs_via_prefill"],
             micro_batch_rows=values["micro_batch_size"],
             seq_length=values["seq_length"],
+            record_expert_weights=bool(
+                values.get("record_routing_weights") or values.get("replay_routing_weights")
+            ),
         )
         self._tokenizer = load_tokenizer(model_dir)
         self._params = self._settings.sampling(stop_token_ids(self._source, self._tokenizer))

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from ledger.views import TableSource
 from trainer.batch_pieces import read_pieces
-from trainer.batch_routing import read_routing
+from trainer.batch_routing import BY_ENGINE, RoutingSource, read_routing
 from trainer.batch_rows import distinct_samples
 from trainer.batch_scores import read_scores
 from trainer.kept_sets import KeptSets
@@ -53,7 +53,11 @@ class Batch:
     truncated_B: npt.NDArray[np.bool_]
     """True where the response ended at the limit of new tokens."""
     expert_ids: tuple[npt.NDArray[np.integer], ...] | None
-    """Of each sample [tokens − 1, MoE layers, K]; None where no sample has recorded routing."""
+    """Of each sample [tokens − 1, MoE layers, K] experts that are replayed; None: none are."""
+    expert_weights: tuple[npt.NDArray[np.float32], ...] | None = None
+    """Of each sample [tokens − 1, MoE layers, K] gate weights that are replayed; None: none are."""
+    num_experts: int | None = None
+    """Experts a layer, as the routing was recorded."""
     part_names: tuple[str, ...] = ()
     """Names of the P parts that any of the rewards has, sorted."""
     reward_parts_BP: npt.NDArray[np.float64] | None = None
@@ -82,8 +86,15 @@ class Batch:
         return KeptSets(self.kept_ids_K, self.kept_lengths_N)
 
 
-def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+def load_batch(
+    reader: TableSource,
+    indices: Sequence[int] | npt.NDArray[np.int64],
+    *,
+    routing: RoutingSource | None = BY_ENGINE,
+) -> Batch:
     """Read the samples `indices`, in that order, from what `reader` sees.
+
+    `routing` says whose choices of experts are read, where any were recorded; None: nobody's.
 
     Raises:
         InvalidArgument: no sample, or one twice.
@@ -97,6 +108,7 @@ def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int6
     pieces = read_pieces(reader, indices_B)
     scores = read_scores(reader, indices_B, pieces.rollout_id_B)
     lengths_B = pieces.prompt_lengths_B + pieces.response_lengths_B
+    experts = None if routing is None else read_routing(reader, indices_B, lengths_B, routing)
     return Batch(
         indices_B=indices_B,
         group_index_B=pieces.group_index_B,
@@ -113,7 +125,9 @@ def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int6
         logprob_temperatures_B=pieces.logprob_temperatures_B,
         logprob_processed_B=pieces.logprob_processed_B,
         truncated_B=pieces.truncated_B,
-        expert_ids=read_routing(reader, indices_B, lengths_B),
+        expert_ids=None if experts is None else experts.expert_ids,
+        expert_weights=None if experts is None else experts.expert_weights,
+        num_experts=None if experts is None else experts.num_experts,
         part_names=scores.part_names,
         reward_parts_BP=scores.reward_parts_BP,
         kept_ids_K=pieces.kept_ids_K,
@@ -121,7 +135,7 @@ def load_batch(reader: TableSource, indices: Sequence[int] | npt.NDArray[np.int6
     )
 
 
-_APART = frozenset({"expert_ids", "part_names", "reward_parts_BP"})
+_APART = frozenset({"expert_ids", "expert_weights", "num_experts", "part_names", "reward_parts_BP"})
 """Fields that are no array of every step."""
 
 
@@ -138,7 +152,9 @@ def batch_digest(batch: Batch, extra: Sequence[tuple[str, npt.NDArray[np.generic
         for f in fields(batch)
         if f.name not in _APART and (value := getattr(batch, f.name)) is not None
     ]
+    routing: list[tuple[str, npt.NDArray[np.generic]]]
     routing = [("expert_ids", ids) for ids in batch.expert_ids or ()]
+    routing += [("expert_weights", gates) for gates in batch.expert_weights or ()]
     for name, array in [*named, *routing, *extra]:
         digest.update(f"\x1f{name}:{array.dtype.str}:{array.shape}\x1f".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)

@@ -40,19 +40,24 @@ def micro_output(model: Any, micro: MicroBatch, *, free_routing: bool = False) -
     alone where they are packed, so that nobody multiplies prompts by the vocabulary. The other
     stages give hidden states for the next one. Experts are those recorded; the model's own routers
     choose only with `free_routing=True` (for a reference model, which has routers of its own).
+    In a forward with a gradient the recorded ones are compared with what the routers would choose
+    (`trainer.routing_agreement`).
 
     Raises InvalidArgument where an MoE model gets neither, a dense model gets ids, or shapes or ids
     cannot be.
     """
     tokens_BT = torch.from_numpy(micro.tokens_BT).to(device())
-    expert_ids = None
-    if micro.expert_ids is not None and not free_routing:
-        expert_ids = torch.from_numpy(micro.expert_ids.astype("int64")).to(device())
+    expert_ids = None if free_routing else _on_device(micro.expert_ids)
     _check_tokens(model, tokens_BT)
     _check_routing(model, expert_ids, free_routing)
     routed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if expert_ids is not None:
-        routed = replaying(model, expert_ids, tokens_BT.shape)
+        routed = replaying(
+            model,
+            expert_ids,
+            weights=_on_device(micro.expert_weights),
+            real_BT=_on_device(micro.routed_BT) if torch.is_grad_enabled() else None,
+        )
     with routed:
         if micro.sequence_starts is not None:
             return _packed_output(model, tokens_BT, micro, micro.sequence_starts)
@@ -90,6 +95,14 @@ def _only_columns(head: torch.nn.Module, columns_n: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _on_device(values: npt.NDArray[Any] | None) -> Tensor | None:
+    if values is None:
+        return None
+    # torch has few operations on uint16.
+    small = values.astype(np.int32) if values.dtype == np.uint16 else values
+    return torch.from_numpy(small).to(device())
 
 
 def log_probs_at(
@@ -187,7 +200,7 @@ def token_log_probs(
     if expert_ids is not None:
         # The last token of a row has no recorded experts: nothing is predicted from it.
         whole = torch.cat([expert_ids, expert_ids[:, -1:]], dim=1)
-        routed = replaying(model, whole, tokens_BT.shape)
+        routed = replaying(model, whole)
     with routed:
         logits_BTV = logits_of(model, tokens_BT)
     rows, width = tokens_BT.shape
@@ -225,7 +238,7 @@ def recorded_routing(model: Any, tokens_BT: Tensor) -> Tensor:
     rows, width = tokens_BT.shape
     with torch.no_grad(), recording(model) as layers:
         logits_of(model, tokens_BT)
-    by_layer = [ids.view(width, rows, -1).transpose(0, 1)[:, :-1] for ids in layers]
+    by_layer = [ids.view(width, rows, -1).transpose(0, 1)[:, :-1] for ids, _ in layers]
     return torch.stack(by_layer, dim=2)
 
 

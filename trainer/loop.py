@@ -217,7 +217,7 @@ class TrainingLoop:
                 self._compare(plan, result)
             else:
                 committed = result.step_committed.evolve(read_seq=head_seq)
-                self.writer.append([*result.signals, committed, published])
+                self.writer.append([*result.routing, *result.signals, committed, published])
                 self._track(committed)
             self.summary.spent("append", began)
             if self.rollout_side is not None:

@@ -23,7 +23,7 @@ from trainer.forward import log_probs_at, micro_output
 from trainer.microbatch import MicroBatch
 from trainer.parallel import device as current_device
 from trainer.ranks import data_parallel_size, is_last_stage, share
-from trainer.routing_replay import finish_backward, is_moe
+from trainer.routing_replay import recomputing, routes_freely
 from trainer.schedule import run_schedule
 from trainer.settings import AlgorithmSettings
 from trainer.state import TrainState
@@ -117,16 +117,12 @@ def forward_backward(
         source: Iterator[MicroBatch], model: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Outcome]]]:
         micro = next(source)
-        output = micro_output(model, micro)
+        output = micro_output(model, micro, free_routing=routes_freely(model, algorithm))
         return output, partial(_loss, batch, algorithm, signals, micro, scale)
 
     chunks = state.chunks
-    try:
+    with recomputing(chunks):
         outcomes: list[Outcome] = run_schedule(forward_step, chunks, micros, forward_only=False)
-    finally:
-        for chunk in chunks:
-            if is_moe(chunk):
-                finish_backward(chunk)
     return _shared(outcomes, micros, n_micro, len(batch.sampled_N))
 
 

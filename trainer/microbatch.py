@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,10 @@ class MicroBatch:
     expert_ids: npt.NDArray[np.integer] | None
     """[rows, T, L, K] Recorded experts. The last token of a sample, whose experts nobody recorded
     because no prediction comes from it, has those of the token before; padding has 0, 1, …, K-1."""
+    expert_weights: npt.NDArray[np.float32] | None = None
+    """[rows, T, L, K] Recorded gate weights, on the same terms; 1/K in padding."""
+    routed_BT: npt.NDArray[np.bool_] | None = None
+    """[rows, T] Tokens whose experts were recorded; None without `expert_ids`."""
 
 
 def recorded_partition(step: StepCommitted) -> Partition:
@@ -143,20 +148,51 @@ def _cut_one(batch: Batch, plan: Partition, m: int) -> MicroBatch:
         kept_sets=None
         if batch.kept_sets is None
         else batch.kept_sets.of(np.arange(offsets_N[first], offsets_N[last])),
-        expert_ids=_place_routing(batch, first, last, starts_S, rows, width),
+        **_place_routing(batch, first, last, starts_S, rows, width),
     )
 
 
 def _place_routing(
     batch: Batch, first: int, last: int, starts_S: npt.NDArray[np.int64], rows: int, width: int
-) -> npt.NDArray[np.integer] | None:
+) -> dict[str, npt.NDArray[Any] | None]:
+    """The fields of a micro-batch that are about experts."""
     if batch.expert_ids is None:
-        return None
-    layers, topk = batch.expert_ids[first].shape[1:]
-    out = np.empty((rows * width, layers, topk), batch.expert_ids[first].dtype)
-    out[...] = np.arange(topk)  # padding: any experts, but different ones
-    for start, ids in zip(starts_S.tolist(), batch.expert_ids[first:last], strict=True):
-        if len(ids):
-            out[start : start + len(ids)] = ids
-            out[start + len(ids)] = ids[-1]
+        return {"expert_ids": None}
+    own, starts = batch.expert_ids[first:last], starts_S.tolist()
+    topk = batch.expert_ids[0].shape[2]
+    routed = np.zeros(rows * width, np.bool_)
+    for start, ids in zip(starts, own, strict=True):
+        routed[start : start + len(ids)] = True
+    weights = None
+    if batch.expert_weights is not None:
+        even = np.full(topk, 1 / topk, np.float32)
+        gates = batch.expert_weights
+        weights = _placed(gates[first:last], starts, rows, width, like=gates[0], padding=even)
+    return {
+        # Padding may go to any experts, but to different ones.
+        "expert_ids": _placed(
+            own, starts, rows, width, like=batch.expert_ids[0], padding=np.arange(topk)
+        ),
+        "expert_weights": weights,
+        "routed_BT": routed.reshape(rows, width),
+    }
+
+
+def _placed(
+    samples: Sequence[npt.NDArray[Any]],
+    starts: Sequence[int],
+    rows: int,
+    width: int,
+    *,
+    like: npt.NDArray[Any],
+    padding: npt.NDArray[Any],
+) -> npt.NDArray[Any]:
+    """[rows, T, L, K] from [tokens − 1, L, K] of each sample, which begins at its start."""
+    layers, topk = like.shape[1:]
+    out = np.empty((rows * width, layers, topk), like.dtype)
+    out[...] = padding
+    for start, values in zip(starts, samples, strict=True):
+        if len(values):
+            out[start : start + len(values)] = values
+            out[start + len(values)] = values[-1]
     return out.reshape(rows, width, layers, topk)

@@ -34,6 +34,7 @@ from trainer.megatron import (
 )
 from trainer.megatron_args import passed_on
 from trainer.parallel import device
+from trainer.routing_replay import guide_routers
 from trainer.settings import ParallelSettings
 
 __all__ = [
@@ -137,6 +138,7 @@ def _build_chunk(
     # through the model, and leave the list without them, so that nobody drives two models by
     # accident.
     RouterReplay.global_router_replay_instances[:] = others
+    guide_routers(model)
     model.trajectory_architecture = architecture
     finish_model(model)
     _mark_shards(model)

@@ -19,6 +19,7 @@ from trainer.megatron import parallel_state
 from trainer.parallel import device
 
 __all__ = [
+    "add_up",
     "all_gather_object",
     "broadcast_object",
     "data_parallel_rank",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+_PART_BYTES = 64 << 20
+"""What is added up in one piece: on a GPU it takes its memory."""
 
 
 def world_size() -> int:
@@ -82,6 +86,23 @@ def share(values: npt.NDArray[Any], own: Sequence[slice]) -> npt.NDArray[Any]:
         )
     whole = bits.cpu().numpy().astype(np.uint8).view(values.dtype)
     return whole.reshape(values.shape)
+
+
+def add_up(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The whole array on every rank, from arrays of which one rank alone has set each place.
+
+    The others have zero there. Bits are kept.
+    """
+    if world_size() == 1:
+        return values
+    flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+    for first in range(0, len(flat), _PART_BYTES):
+        # Sums of bytes, each of which one rank alone has set.
+        part = flat[first : first + _PART_BYTES]
+        moved = part.to(device())
+        dist.all_reduce(moved)
+        part.copy_(moved)
+    return flat.numpy().view(values.dtype).reshape(values.shape)
 
 
 def broadcast_object(value: _T, *, source: int = 0) -> _T:

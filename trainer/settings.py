@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ledger.errors import InvalidArgument, explain
-from trainer.settings_conditions import loss_conditions
+from trainer.settings_conditions import loss_conditions, routing_conditions
 
 __all__ = [
     "AlgorithmSettings",
@@ -130,6 +130,11 @@ class AlgorithmSettings:
     rollout_temperature: float = 1.0
     """Of the rollouts that this run samples. Log-probabilities are taken at the temperature that
     each sample was recorded with, whatever this says."""
+    routing_replay: str = "rollout"
+    """Whose choices of experts are replayed: the engine's ('rollout'), the 'old_policy's, or
+    nobody's ('free'). Dense models have none."""
+    replay_routing_weights: bool = False
+    """The recorded gate weights are replayed too, and no gradient reaches the routers."""
     cispo_form: str = "slime"
     """'slime': the ratio clipped on both sides; 'canonical': above only."""
     tau_pos: float = 1.0
@@ -215,6 +220,7 @@ class AlgorithmSettings:
             ),
             *self._advantage_rules(),
             *loss_conditions(self),
+            *routing_conditions(self),
         ):
             if not right:
                 raise InvalidArgument(
@@ -395,6 +401,7 @@ def algorithm_settings(values: Mapping[str, Any]) -> AlgorithmSettings:
     """From the options of `trainer.options`, by name."""
     chosen = {f.name: values[f.name] for f in fields(AlgorithmSettings) if f.name in values}
     chosen["grpo_std_normalization"] = not values["disable_grpo_std_normalization"]
+    chosen["routing_replay"] = _routing_replay(values)
     chosen["gdpo_reward_keys"] = _listed(values.get("gdpo_reward_keys"))
     weights = _listed(values.get("gdpo_reward_weights"))
     try:
@@ -409,6 +416,17 @@ def algorithm_settings(values: Mapping[str, Any]) -> AlgorithmSettings:
             )
         ) from error
     return AlgorithmSettings(**chosen)
+
+
+def _routing_replay(values: Mapping[str, Any]) -> str:
+    """As in slime, the engine's routing goes before the old policy's where both are asked for."""
+    by_policy = values.get("use_routing_replay", False)
+    by_engine = values.get("use_rollout_routing_replay")
+    if by_engine is None:
+        by_engine = not by_policy
+    if by_engine:
+        return "rollout"
+    return "old_policy" if by_policy else "free"
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from trainer.algorithms.correction_names import correction_name
 if TYPE_CHECKING:
     from trainer.settings import AlgorithmSettings
 
-__all__ = ["AGGREGATIONS", "WITH_CONSTANT", "Condition", "loss_conditions"]
+__all__ = ["AGGREGATIONS", "WITH_CONSTANT", "Condition", "loss_conditions", "routing_conditions"]
 
 AGGREGATIONS = (
     "rollout",
@@ -162,3 +162,19 @@ def _number(s: AlgorithmSettings, name: str, expected: str, right: bool) -> Cond
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def routing_conditions(s: AlgorithmSettings) -> Iterator[Condition]:
+    """Those of routing replay."""
+    yield Condition(
+        "--use-routing-replay with --use-rollout-routing-replay (routing_replay)",
+        "rollout, old_policy or free",
+        s.routing_replay,
+        s.routing_replay in ("rollout", "old_policy", "free"),
+    )
+    yield Condition(
+        "--replay-routing-weights",
+        "replayed experts, whose gate weights they are",
+        f"{s.routing_replay} routing",
+        s.routing_replay != "free" or not s.replay_routing_weights,
+    )

@@ -8,7 +8,7 @@ by the policy that the ratio is taken against (old), and by the policy in traini
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from ledger.canonical import canonical_json, json_digest
 from ledger.errors import Diverged, explain
-from ledger.events import SignalRecorded, StepCommitted, WeightsPublished
+from ledger.events import RoutingRecorded, SignalRecorded, StepCommitted, WeightsPublished
 from ledger.weights import weights_root
 from trainer.algorithms.advantages import estimate_advantages
 from trainer.algorithms.aggregate import token_weights
@@ -31,6 +31,8 @@ from trainer.megatron import unwrap
 from trainer.micro_step import Outcome, Signals, forward_backward
 from trainer.microbatch import MicroBatch, Partition, cut
 from trainer.ranks import all_gather_object, data_parallel_rank, data_parallel_size
+from trainer.routing_agreement import agreement_metrics, take_counts
+from trainer.routing_replay import routes_freely
 from trainer.scoring import response_log_probs
 from trainer.settings import AlgorithmSettings, BatchSettings, layout_record, settings_record
 from trainer.state import TrainState
@@ -53,6 +55,9 @@ class StepResult:
     """Transport 'none', acknowledged by nobody: fill in what the publication did."""
     metrics: dict[str, float]
     """As in `step_committed`."""
+    routing: list[RoutingRecorded] = field(default_factory=list)
+    """What the old policy chose for all samples of the rollout, where this is its first step and
+    the settings replay that; on the writer alone."""
 
 
 def run_step(
@@ -100,6 +105,7 @@ def run_step(
     micros = cut(batch, plan, plan.of_rank(data_parallel_rank()))
     signals = _signals(state, batch, algorithm, sizes, micros, reference, old_log_probs_N)
     outcome = forward_backward(state, batch, algorithm, micros, signals, n_micro=len(plan.ranks_M))
+    agreement = take_counts(state.chunks)
     _require_finite(state, batch, plan, outcome)
     forward_time_s = time.perf_counter() - began
 
@@ -123,7 +129,7 @@ def run_step(
         trainer_N,
         grad_norm=grad_norm,
         learning_rate=learning_rate,
-    )
+    ) | agreement_metrics(agreement, unwrap(state.model).config.moe_router_topk)
     signal_recorded = signal_events(
         batch,
         signals,
@@ -196,7 +202,12 @@ def _signals(
     if algorithm.kl_coef != 0 and ref_N is not None:
         policy_N = old_N
         if policy_N is None:
-            policy_N = response_log_probs(state.chunks, batch, micros)
+            policy_N = response_log_probs(
+                state.chunks,
+                batch,
+                micros,
+                free_routing=routes_freely(state.model, algorithm),
+            )
         kl_N = approximate_kl(
             torch.from_numpy(policy_N), torch.from_numpy(ref_N), algorithm.kl_loss_type
         ).numpy()
@@ -217,7 +228,9 @@ def _signals(
         correction = rollout_correction(inputs, algorithm)
     restrained_N = None
     if algorithm.policy_loss in RESTRAINTS:
-        current_N = response_log_probs(state.chunks, batch, micros)
+        current_N = response_log_probs(
+            state.chunks, batch, micros, free_routing=routes_freely(state.model, algorithm)
+        )
         inputs = step_inputs(batch, advantages_N, current_N, current_N if old_N is None else old_N)
         restrained_N = restrained_tokens(inputs, algorithm)
     return Signals(

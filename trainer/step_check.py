@@ -10,7 +10,8 @@ import numpy.typing as npt
 from ledger.errors import InvalidArgument, explain
 from trainer.algorithms.needs import needs_old_log_probs
 from trainer.batch import Batch
-from trainer.routing_replay import is_moe
+from trainer.megatron import unwrap
+from trainer.routing_replay import count_moe_layers, is_moe, require_replayable
 from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.state import TrainState
 
@@ -36,21 +37,7 @@ def check_step(
             f"{rollouts} rollouts, {len(batch.indices_B)} samples",
             "give the step as many rollouts as its settings say: they divide its loss",
         )
-    if is_moe(state.model) and batch.expert_ids is None:
-        raise _wrong(
-            "a model with experts",
-            "the recorded routing of every sample",
-            "none",
-            "record the routing while sampling (routing_recorded events); the trainer never routes "
-            "recorded samples freely",
-        )
-    if not is_moe(state.model) and batch.expert_ids is not None:
-        raise _wrong(
-            "a dense model",
-            "samples without routing",
-            "samples of a model with experts",
-            "train the model that sampled them",
-        )
+    _check_routing(state, batch, algorithm)
     lacks_set_N = np.repeat(batch.logprob_processed_B, batch.response_lengths_B)
     lacks_set_N &= batch.sampled_N > 0
     if batch.kept_lengths_N is not None:
@@ -73,6 +60,67 @@ def check_step(
             "pass the run's first version as reference, or switch the KL off",
         )
     _check_old(batch, algorithm, step_in_rollout, old_log_probs_N)
+
+
+def _check_routing(state: TrainState, batch: Batch, algorithm: AlgorithmSettings) -> None:
+    mode = algorithm.routing_replay
+    if not is_moe(state.model):
+        if batch.expert_ids is not None:
+            raise _wrong(
+                "a dense model",
+                "samples without routing",
+                "samples of a model with experts",
+                "train the model that sampled them",
+            )
+        if mode == "old_policy" or algorithm.replay_routing_weights:
+            raise _wrong(
+                "a dense model",
+                "no routing replay: there are no experts",
+                "--use-routing-replay" if mode == "old_policy" else "--replay-routing-weights",
+                "leave the option out",
+            )
+        return
+    if mode == "free":
+        if batch.expert_ids is not None:
+            raise _wrong("free routing", "a batch without experts", "recorded experts")
+        return
+    require_replayable(state.model)
+    if batch.expert_ids is None:
+        raise _wrong(
+            "a model with experts",
+            "the recorded routing of every sample",
+            "none",
+            "record the routing while sampling (routing_recorded events), or ask for the old "
+            "policy's by --use-routing-replay, or for free routing by "
+            "--no-use-rollout-routing-replay: it is never free in silence",
+        )
+    config = unwrap(state.model).config
+    layers, topk = batch.expert_ids[0].shape[1:]
+    found = (layers, topk, batch.num_experts or config.num_moe_experts)
+    expected = (count_moe_layers(state.model), config.moe_router_topk, config.num_moe_experts)
+    if found != expected:
+        raise _wrong(
+            "the recorded routing",
+            "{} MoE layers, top {} of {} experts, as the model has".format(*expected),
+            "{} layers, top {} of {} experts".format(*found),
+            "train the model that sampled them; a layer too few is one that the engine's pipeline "
+            "stages did not capture",
+        )
+    if not algorithm.replay_routing_weights:
+        return
+    if batch.expert_weights is None:
+        raise _wrong(
+            "--replay-routing-weights",
+            "recorded gate weights of every sample",
+            "expert ids alone",
+            "sample with --record-routing-weights",
+        )
+    if state.settings.weight_decay:
+        raise _wrong(
+            "--replay-routing-weights",
+            "--weight-decay 0: no gradient reaches the routers, and decay alone would flatten them",
+            f"--weight-decay {state.settings.weight_decay}",
+        )
 
 
 def _check_old(

@@ -16,16 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ledger.errors import InvalidArgument, NotFound, explain
-from ledger.events import StepCommitted
+from ledger.events import RoutingRecorded, StepCommitted
 from ledger.reader import Reader
 from ledger.views import TableSource
 from trainer.algorithms.needs import needs_old_log_probs
 from trainer.algorithms.offpolicy_mask import mask_offpolicy
 from trainer.batch import Batch, load_batch
 from trainer.batch_lengths import read_lengths
+from trainer.batch_routing import BY_ENGINE, RoutingSource
 from trainer.microbatch import Partition
 from trainer.partition import partition_for, terms_of
 from trainer.ranks import data_parallel_size
+from trainer.rollout_routing import engine_routing, policy_routing
+from trainer.routing_replay import routes_freely
 from trainer.scoring import score_policy
 from trainer.settings import AlgorithmSettings, BatchSettings, OptimizerSettings, ParallelSettings
 from trainer.state import TrainState
@@ -94,19 +97,20 @@ def plan_step(
     parallel: ParallelSettings,
     *,
     recorded: Partition | None = None,
+    routing: RoutingSource | None = BY_ENGINE,
 ) -> tuple[Batch, Partition]:
     """The batch of a step in training order, and how it is cut up.
 
     The partition is the recorded one, or made from the lengths of the samples, the settings and the
-    layout.
-    Raises what `load_batch` and `partition` raise.
+    layout. `routing` says whose choices of experts are read with it. Raises what `load_batch` and
+    `partition` raise.
     """
     if recorded is not None:
-        return load_batch(reader, indices), recorded
+        return load_batch(reader, indices, routing=routing), recorded
     lengths_B = read_lengths(reader, indices)
     terms = terms_of(parallel, data_parallel_size=data_parallel_size())
     made = partition_for(lengths_B, indices, sizes, terms)
-    return load_batch(reader, indices[made.order_B]), made
+    return load_batch(reader, indices[made.order_B], routing=routing), made
 
 
 def take_rollout(
@@ -128,12 +132,34 @@ def take_rollout(
     for plan in planned:
         began = time.perf_counter()
         batch, cut_up = plan_step(
-            reader, plan.indices, sizes, state.parallel, recorded=plan.partition
+            reader,
+            plan.indices,
+            sizes,
+            state.parallel,
+            recorded=plan.partition,
+            routing=engine_routing(algorithm),
         )
         if algorithm.mask_offpolicy_in_partial_rollout:
             newest_N = mask_offpolicy(batch.weight_versions_N, batch.sampled_N, batch.offsets_N)
             batch = replace(batch, loss_mask_N=newest_N * batch.loss_mask_N)
         batches.append((batch, cut_up, time.perf_counter() - began))
+    routing: list[RoutingRecorded] = []
+    scored: list[npt.NDArray[np.float32]] | None = None
+    if algorithm.routing_replay == "old_policy":
+        chosen = policy_routing(
+            state,
+            reader,
+            [(batch, cut_up) for batch, cut_up, _ in batches],
+            algorithm,
+            step_in_rollout=planned[0].step_in_rollout,
+            weight_version_in=planned[0].weight_version_in,
+            weight_version_out=planned[0].weight_version_out,
+        )
+        batches = [
+            (batch, cut_up, spent)
+            for batch, (_, cut_up, spent) in zip(chosen.batches, batches, strict=True)
+        ]
+        routing, scored = chosen.events, chosen.log_probs
     old: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
     if planned[0].step_in_rollout and not algorithm.use_rollout_logprobs:
         # A fork in the middle of a rollout: the policy before its first step is not this state,
@@ -143,7 +169,15 @@ def take_rollout(
         # The first step's are the detached current ones, bit for bit: it needs no forward, unless
         # they are asked for before the step.
         first = 0 if needs_old_log_probs(algorithm) else 1
-        old[first:] = [score_policy(state, batch, cut_up) for batch, cut_up, _ in batches[first:]]
+        free = routes_freely(state.model, algorithm)
+        old[first:] = (
+            [
+                score_policy(state, batch, cut_up, free_routing=free)
+                for batch, cut_up, _ in batches[first:]
+            ]
+            if scored is None
+            else scored[first:]
+        )
     for plan, (batch, cut_up, data_time_s), old_log_probs_N in zip(
         planned, batches, old, strict=True
     ):
@@ -162,7 +196,8 @@ def take_rollout(
             old_log_probs_N=old_log_probs_N,
             data_time_s=data_time_s,
         )
-        yield plan, batch, result
+        yield plan, batch, replace(result, routing=routing) if routing else result
+        routing = []
 
 
 def _recorded_old_log_probs(reader: Reader, batch: Batch) -> npt.NDArray[np.float32]:

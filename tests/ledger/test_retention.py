@@ -148,7 +148,9 @@ def test_training_on_retired_routing_says_so_instead_of_going_on_without_it(
     from trainer.batch_routing import read_routing
 
     lengths = np.full(2, 3, np.int64)
-    (first, second) = read_routing(ledger.reader("r"), np.array([2, 3]), lengths) or ()
+    routing = read_routing(ledger.reader("r"), np.array([2, 3]), lengths)
+    assert routing is not None
+    first, second = routing.expert_ids
     assert first.shape == second.shape == (2, 2, 2)
     retire(ledger, before_version=2, branch="main")
     for indices in ([2, 3], [3, 4], [4, 2]):

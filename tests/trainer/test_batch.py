@@ -19,6 +19,7 @@ from tests.trainer.memory import (
     segment,
 )
 from trainer.batch import batch_digest, load_batch
+from trainer.batch_routing import RoutingSource
 
 
 def two_turns():
@@ -158,21 +159,107 @@ def test_routing_is_put_together_from_segments():
     assert [ids.tolist() for ids in batch.expert_ids] == [IDS[:2].tolist(), IDS.tolist()]
 
 
+def twice(row: int, layer: int) -> np.ndarray:
+    """IDS with one expert twice for a token."""
+    made = IDS.copy()
+    made[row, layer] = 3
+    return made
+
+
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([routing(7, IDS[:5])], "sample 7(.|\n)*6 rows(.|\n)*position 5 is missing"),
-        ([routing(7, IDS[:2]), routing(7, IDS[3:], start=3)], "position 2 of 6(.|\n)*a hole"),
-        ([routing(7, IDS[:4]), routing(7, IDS[3:], start=3)], "position 4 of 6(.|\n)*an overlap"),
-        ([routing(7, IDS, expert_ids=b"short")], "5 bytes"),
-        ([routing(7, IDS, num_experts=3)], "ids below 3"),
+        # tokens − 2 rows, tokens rows
+        ([routing(7, IDS[:5])], r"sample 7\n.*6 rows.*nothing for positions 5 to 5; segment 1 "),
+        (
+            [routing(7, np.concatenate([IDS, IDS[:1]]))],
+            r"6 rows: one for each of its 7 tokens but the last\n.*7",
+        ),
+        # a missing turn, in the middle and at the end
+        (
+            [routing(7, IDS[:1]), routing(7, IDS[3:], start=3, number=1)],
+            r"positions 1 to 2; segment 0 \(turn 0, length\) ends at 3",
+        ),
+        (
+            [routing(7, IDS[:3])],
+            r"positions 3 to 5; segment 1 \(turn 0, stop\) ends at 6",
+        ),
+        ([routing(7, IDS[:4]), routing(7, IDS[3:], start=3)], "position 4 of 6.*an overlap"),
+        ([routing(7, IDS, number=3, expert_ids=b"short")], r"sample 7, segment 3\n.*5 bytes"),
+        ([routing(7, IDS, num_experts=3)], r"ids below 3\n.*\[2, 3\], layer 1, position 0"),
         ([routing(7, IDS, dtype="int8")], "int8"),
-        ([routing(7, IDS[:3]), routing(7, IDS[3:, :1], start=3)], "layers"),
+        ([routing(7, IDS[:3]), routing(7, IDS[3:, :1], start=3)], "layers 2, as sample 7.*1"),
+        ([routing(7, twice(4, 1))], r"2 different experts.*\[3, 3\], layer 1, position 4"),
+        (
+            [routing(7, IDS * [[[0, 0], [1, 1]]])],
+            r"\[0, 0\], layer 0, position 0; the whole layer is zero: nobody captured it",
+        ),
     ],
 )
 def test_holes_in_routing_are_named(events, message):
-    with pytest.raises(InvalidEvent, match=message):
+    with pytest.raises(InvalidEvent, match="(?s)" + message):
         load_batch(MemoryReader([*two_turns(), *single(), *events]), [7])
+
+
+def test_the_call_that_was_aborted_without_routing_is_named():
+    pieces = [
+        prompt([7], [1, 2]),
+        segment(7, [5, 6], number=0, finish_reason="abort"),
+        segment(7, [5, 6, 8], start=2, number=1),
+        score(7, 1.0),
+    ]
+    late = routing(7, IDS[:3], start=3, number=1)
+    with pytest.raises(InvalidEvent, match=r"positions 0 to 2; segment 0 \(turn 0, abort\) ends"):
+        load_batch(MemoryReader([*pieces, late]), [7])
+
+
+def test_one_expert_a_token_and_a_layer_that_nobody_captured():
+    ids = np.array([[[1], [0]]] * 6)
+    some = [*two_turns(), *single(), routing(7, ids)]
+    zero = [*some, routing(9, ids[:2])]
+    with pytest.raises(InvalidEvent, match=r"(?s)layer 1\n.*expert 0 for every token"):
+        load_batch(MemoryReader(zero), [7, 9])
+    used = [*some, routing(9, 1 - ids[:2])]
+    assert load_batch(MemoryReader(used), [7, 9]).expert_ids is not None
+
+
+def test_routing_of_a_policy_is_apart_from_that_of_the_engine():
+    by_policy = routing(9, IDS[2:4], number=-1, policy_version=3)
+    events = [*two_turns(), *single(), routing(9, IDS[:2]), by_policy]
+    reader = MemoryReader(events)
+    batch = load_batch(reader, [9])
+    assert batch.expert_ids is not None
+    assert batch.expert_ids[0].tolist() == IDS[:2].tolist()
+    batch = load_batch(reader, [9], routing=RoutingSource(policy_version=3))
+    assert batch.expert_ids is not None
+    assert batch.expert_ids[0].tolist() == IDS[2:4].tolist()
+    assert load_batch(reader, [9], routing=None).expert_ids is None
+    assert load_batch(reader, [9], routing=RoutingSource(policy_version=4)).expert_ids is None
+
+
+WEIGHTS = np.linspace(0.1, 0.9, 24, dtype=np.float32).reshape(6, 2, 2)
+
+
+def weighed(index, start, end, weights=WEIGHTS, number=0):
+    stored = weights[start:end].tobytes()
+    return routing(index, IDS[start:end], start=start, number=number, weights=stored)
+
+
+def test_gate_weights_are_put_together_by_their_bits():
+    events = [*two_turns(), *single(), weighed(7, 3, 6, number=1), weighed(7, 0, 3)]
+    source = RoutingSource(weights=True)
+    batch = load_batch(MemoryReader(events), [7], routing=source)
+    assert batch.expert_weights is not None
+    assert batch.expert_weights[0].tobytes() == WEIGHTS.tobytes()
+    assert load_batch(MemoryReader(events), [7]).expert_weights is None
+    bare = [*two_turns(), routing(7, IDS, number=5)]
+    with pytest.raises(NotFound, match=r"(?s)sample 7, segment 5.*--record-routing-weights"):
+        load_batch(MemoryReader(bare), [7], routing=source)
+    for wrong, row in ((np.nan, 2), (np.inf, 4), (0.0, 5)):
+        broken = WEIGHTS.copy()
+        broken[row, 1] = wrong
+        with pytest.raises(InvalidEvent, match=f"layer 1, position {row}"):
+            load_batch(MemoryReader([*two_turns(), weighed(7, 0, 6, broken)]), [7], routing=source)
 
 
 def test_routing_of_some_samples_only():
@@ -190,8 +277,12 @@ def test_digest_covers_every_field_and_the_order():
         value = getattr(batch, field.name)
         if field.name in ("part_names", "reward_parts_BP"):
             continue  # the step adds the parts that its estimator looks at
+        if field.name == "num_experts":
+            continue  # the ids say which experts
         if field.name == "expert_ids":
             changed: object = (value[0], 3 - value[1])
+        elif field.name == "expert_weights":
+            changed = (WEIGHTS, WEIGHTS[:2])
         elif value is None:
             changed = np.ones(3, np.int32)
         else:

@@ -378,7 +378,7 @@ def test_what_does_not_fit_is_refused(folder, algorithm, other, message):
 
 
 def test_routing_must_be_there_for_experts_and_only_for_them(folder, moe_folder):
-    with pytest.raises(InvalidArgument, match="never routes"):
+    with pytest.raises(InvalidArgument, match="never free in silence"):
         step(moe_folder, make_batch())
     with pytest.raises(InvalidArgument, match="dense model"):
         step(folder, routed_batch(moe_folder))

@@ -24,6 +24,7 @@ from trainer.options import (
     optimizer,
     parallelism,
     rollout,
+    routing,
     tracking,
 )
 from trainer.options.option import Group, Option
@@ -38,6 +39,7 @@ OPTIONS: tuple[Option, ...] = (
     *algorithm.OPTIONS,
     *losses.OPTIONS,
     *batch.OPTIONS,
+    *routing.OPTIONS,
     *parallelism.OPTIONS,
     *optimizer.OPTIONS,
     *tracking.OPTIONS,

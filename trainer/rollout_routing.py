@@ -1,0 +1,139 @@
+"""The experts that the steps of a rollout replay, where the old policy chose them.
+
+They are chosen once, in a forward of the policy before the rollout's first step, and recorded in
+the commit of that step. Whoever takes a step of the rollout after that (a later step, a process
+that goes on after a crash, a replay in whatever layout) reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ledger.errors import NotFound, explain
+from ledger.events import RoutingRecorded
+from ledger.views import TableSource
+from trainer.batch import Batch
+from trainer.batch_routing import Routing, RoutingSource, read_routing
+from trainer.microbatch import Partition, cut
+from trainer.ranks import data_parallel_rank, is_writer
+from trainer.routing_record import RoutingRecorder, routing_events
+from trainer.scoring import response_log_probs
+from trainer.settings import AlgorithmSettings
+from trainer.state import TrainState
+
+__all__ = ["PolicyRouting", "engine_routing", "policy_routing"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PolicyRouting:
+    """What the old policy chose for the batches of a rollout."""
+
+    batches: list[Batch]
+    """As given, with the experts."""
+    events: list[RoutingRecorded]
+    """To be appended with the rollout's first step, by the writer; empty where they are stored."""
+    log_probs: list[npt.NDArray[np.float32]] | None
+    """Of each batch [N], from the forward that chose: the bits that a replay gives. None where the
+    experts were read."""
+
+
+def engine_routing(algorithm: AlgorithmSettings) -> RoutingSource | None:
+    """What is read with a batch: the engine's choices, or, with other settings, nobody's."""
+    if algorithm.routing_replay != "rollout":
+        return None
+    return RoutingSource(weights=algorithm.replay_routing_weights)
+
+
+def policy_routing(
+    state: TrainState,
+    reader: TableSource,
+    batches: Sequence[tuple[Batch, Partition]],
+    algorithm: AlgorithmSettings,
+    *,
+    step_in_rollout: int,
+    weight_version_in: int,
+    weight_version_out: int,
+) -> PolicyRouting:
+    """The old policy's choices for the batches of a rollout; the numbers are the first batch's.
+
+    Where that step is the rollout's first one and was never committed, `state` is that policy, and
+    chooses now; else its choices are read. Every rank calls it.
+
+    Raises NotFound where they should be stored and are not, NoLongerKept where a rule of retention
+    has retired them, and InvalidEvent as `read_routing`.
+    """
+    made = _versions(reader)
+    if step_in_rollout == 0 and weight_version_out not in made:
+        return _choose(state, batches, algorithm, weight_version_in)
+    version = weight_version_in
+    for _ in range(step_in_rollout):
+        if version not in made:
+            raise _missing(f"version {version}", "the step that made it, to find the old policy")
+        version = made[version]
+    source = RoutingSource(policy_version=version, weights=algorithm.replay_routing_weights)
+    filled = []
+    for batch, _ in batches:
+        lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
+        routing = read_routing(reader, batch.indices_B, lengths_B, source)
+        if routing is None:
+            raise _missing(
+                f"samples {batch.indices_B.tolist()}",
+                f"routing_recorded events by the policy of version {version}",
+            )
+        filled.append(_with_routing(batch, routing))
+    return PolicyRouting(batches=filled, events=[], log_probs=None)
+
+
+def _choose(
+    state: TrainState,
+    batches: Sequence[tuple[Batch, Partition]],
+    algorithm: AlgorithmSettings,
+    version: int,
+) -> PolicyRouting:
+    filled, log_probs = [], []
+    events: list[RoutingRecorded] = []
+    for batch, plan in batches:
+        recorder = RoutingRecorder(state.chunks[0], batch, weights=algorithm.replay_routing_weights)
+        log_probs_N = response_log_probs(
+            state.chunks,
+            batch,
+            cut(batch, plan, plan.of_rank(data_parallel_rank())),
+            free_routing=True,
+            recorder=recorder,
+        )
+        log_probs.append(np.where(batch.sampled_N > 0, log_probs_N, np.float32(np.nan)))
+        filled.append(_with_routing(batch, recorder.routing()))
+        if is_writer():
+            events += routing_events(filled[-1], version)
+    return PolicyRouting(batches=filled, events=events, log_probs=log_probs)
+
+
+def _with_routing(batch: Batch, routing: Routing) -> Batch:
+    return replace(
+        batch,
+        expert_ids=routing.expert_ids,
+        expert_weights=routing.expert_weights,
+        num_experts=routing.num_experts,
+    )
+
+
+def _versions(reader: TableSource) -> dict[int, int]:
+    """The version before each step that was committed, by the version that the step made."""
+    steps = reader.table("step_committed", ["weight_version_out", "weight_version_in"])
+    return dict(zip(steps[0].to_pylist(), steps[1].to_pylist(), strict=True))
+
+
+def _missing(on: str, expected: str) -> NotFound:
+    return NotFound(
+        explain(
+            "replaying the routing of the old policy",
+            on=on,
+            expected=expected,
+            found="none",
+            do="fork at a version between two rollouts: its policy chooses anew",
+        )
+    )
