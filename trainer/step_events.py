@@ -150,9 +150,10 @@ def step_metrics(
     old_N = signals.old_log_probs_N
     old_N = outcome.log_probs_N if old_N is None else old_N
     metrics["ppo_kl"] = ppo_kl(outcome.log_probs_N, old_N, mask_N)
-    inputs = step_inputs(batch, signals.advantages_N, outcome.log_probs_N, old_N)
-    weights_N = torch.from_numpy(outcome.correction_weights_N)
-    metrics |= correction_metrics(inputs, algorithm, weights_N)
+    if algorithm.use_tis or algorithm.use_opsm:
+        inputs = step_inputs(batch, signals.advantages_N, outcome.log_probs_N, old_N)
+        weights_N = torch.from_numpy(outcome.correction_weights_N)
+        metrics |= correction_metrics(inputs, algorithm, weights_N)
     metrics |= mismatch_metrics(trainer_log_probs_N, batch.rollout_log_probs_N, batch.sampled_N)
     metrics |= spread_metrics("advantage", signals.advantages_N, mask_N)
     metrics |= reward_metrics(
