@@ -1,6 +1,6 @@
 """A second implementation of the algorithms: plain loops in float64, from the formulas alone.
 
-It shares no code with `trainer.algorithms`. Advantages of three estimators are here, those of all in
+It shares no code with `trainer.algorithms`. Three estimators are here, all of them in
 `reference_advantages`, losses in `reference_losses`.
 """
 
