@@ -16,6 +16,7 @@ from ledger.errors import Corrupt, IncompatibleFormat, NotFound, explain
 from ledger.weights import TensorRecord, first_difference, weights_root
 from trainer.digests import records_of
 from trainer.weights import WEIGHTS_FILE, read_safetensors
+from trainer.weights.files import is_weights_file
 
 __all__ = [
     "FORMAT",
@@ -121,7 +122,7 @@ def _first_differing_tensor(
 ) -> str | None:
     """Which tensor of a changed file differs, as far as checksums are known."""
     try:
-        if name == WEIGHTS_FILE and records is not None:
+        if is_weights_file(name) and records is not None:
             return first_difference(records, records_of(sorted(read_safetensors(folder).items())))
         if name == OPTIMIZER_FILE:
             known = read_manifest(folder)["moments"]

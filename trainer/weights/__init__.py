@@ -1,8 +1,10 @@
 """Canonical Hugging Face names for Megatron's weights, both directions, bit for bit."""
 
-from trainer.weights.files import WEIGHTS_FILE, read_safetensors, write_safetensors
+from trainer.weights.export import export_folder
+from trainer.weights.files import WEIGHTS_FILE, read_safetensors
 from trainer.weights.names import TensorPart, tensor_parts
 from trainer.weights.placement import Placement, place, tensors_of
+from trainer.weights.shards import write_safetensors
 from trainer.weights.transfer import assemble, export_weights, import_weights, parts_of
 
 __all__ = [
@@ -10,6 +12,7 @@ __all__ = [
     "Placement",
     "TensorPart",
     "assemble",
+    "export_folder",
     "export_weights",
     "import_weights",
     "parts_of",

@@ -1,69 +1,140 @@
-"""Safetensors files of a Hugging Face model folder."""
+"""Safetensors files of a Hugging Face model folder: which there are, and reading them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ledger.errors import Corrupt, NotFound, StorageFailed, explain
 
-__all__ = ["WEIGHTS_FILE", "read_safetensors", "write_safetensors"]
+__all__ = [
+    "INDEX_FILE",
+    "WEIGHTS_FILE",
+    "is_weights_file",
+    "open_file",
+    "open_safetensors",
+    "read_safetensors",
+    "weight_files",
+]
 
 WEIGHTS_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
+_SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def is_weights_file(name: str) -> bool:
+    """Whether a file of this name holds weights: the only one, or a shard."""
+    return name == WEIGHTS_FILE or _SHARD_FILE.fullmatch(name) is not None
 
 
 def read_safetensors(model_dir: str | Path) -> dict[str, Tensor]:
     """Every tensor of a model folder by name: of model.safetensors, or of the shards of its index.
 
-    Raises NotFound where there is no such file, Corrupt where one cannot be parsed (it was cut
-    short), StorageFailed where one cannot be read.
+    It holds the whole model; `trainer.weights.handles.open_files` does not. Raises as
+    `open_safetensors`.
+    """
+    return {name: file.get_tensor(name) for name, file in open_safetensors(model_dir).items()}
+
+
+def open_safetensors(model_dir: str | Path) -> dict[str, Any]:
+    """Name of every tensor of a model folder → the open file that holds it. Reads headers alone.
+
+    Raises NotFound where a file is missing; Corrupt where one cannot be parsed (it was cut short),
+    where two hold one tensor, or where one lacks a tensor that the index says it has; StorageFailed
+    where one cannot be read.
     """
     folder = Path(model_dir)
-    tensors: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - no mapping
-                    tensors[name] = file.get_tensor(name)
-        except FileNotFoundError as error:
-            raise _missing(folder, path.name) from error
-        except OSError as error:
-            raise StorageFailed(
-                explain("reading weights", on=str(path), expected="a readable file", found=error)
-            ) from error
-        except SafetensorError as error:
+        file = open_file(folder, path)
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            if name in found:
+                raise Corrupt(
+                    explain(
+                        "reading weights",
+                        on=f"{folder}, tensor {name}",
+                        expected="one file that holds it",
+                        found=f"{places[name]} and {path.name}",
+                        do="copy the model again",
+                    )
+                )
+            found[name], places[name] = file, path.name
+    if (folder / WEIGHTS_FILE).is_file():
+        return found
+    for name, said in _weight_map(folder).items():
+        if places.get(name) != said:
             raise Corrupt(
                 explain(
                     "reading weights",
-                    on=str(path),
-                    expected="a whole safetensors file",
-                    found=error,
+                    on=f"{folder}, tensor {name}",
+                    expected=f"in {said}, as {INDEX_FILE} says",
+                    found=places.get(name, "in no file"),
                     do="copy the model again",
                 )
-            ) from error
-    return tensors
+            )
+    return found
+
+
+def open_file(folder: Path, path: Path) -> Any:
+    """safetensors' open file. `folder` is what an error names. Raises as `open_safetensors`."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise _missing(folder, path.name) from error
+    except OSError as error:
+        raise StorageFailed(
+            explain("reading weights", on=str(path), expected="a readable file", found=error)
+        ) from error
+    except SafetensorError as error:
+        raise Corrupt(
+            explain(
+                "reading weights",
+                on=str(path),
+                expected="a whole safetensors file",
+                found=error,
+                do="copy the model again",
+            )
+        ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's weights, sorted by name: model.safetensors, or its shards.
+
+    Raises NotFound where there is neither, Corrupt where the index cannot be used.
+    """
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
-    index = folder / _INDEX_FILE
+    return [folder / name for name in sorted(set(_weight_map(folder).values()))]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    index = folder / INDEX_FILE
     if not index.is_file():
         raise _missing(folder, WEIGHTS_FILE)
     try:
-        names = {str(n) for n in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+        stated = json.loads(index.read_text("utf-8"))["weight_map"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(
             explain("reading weights", on=str(index), expected="a weight_map", found=repr(error))
         ) from error
-    return [folder / name for name in sorted(names)]
+    names = {str(tensor): str(name) for tensor, name in stated}
+    outside = [name for name in names.values() if Path(name).name != name]
+    if outside:
+        raise Corrupt(
+            explain(
+                "reading weights",
+                on=str(index),
+                expected="names of files beside it",
+                found=outside[0],
+            )
+        )
+    return names
 
 
 def _missing(folder: Path, name: str) -> NotFound:
@@ -71,27 +142,8 @@ def _missing(folder: Path, name: str) -> NotFound:
         explain(
             "reading weights",
             on=str(folder),
-            expected=f"{name} (or {_INDEX_FILE} and its shards)",
+            expected=f"{name} (or {INDEX_FILE} and its shards)",
             found="no such file",
             do="check the path of the model or checkpoint",
         )
     )
-
-
-def write_safetensors(
-    directory: str | Path, named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]
-) -> list[Path]:
-    """Write model.safetensors and config.json into an existing folder; transformers can load it.
-
-    Not synced to disk: who needs that syncs the returned paths.
-    """
-    folder = Path(directory)
-    weights, config_path = folder / WEIGHTS_FILE, folder / "config.json"
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in named},
-        weights,
-        metadata={"format": "pt"},
-    )
-    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    config_path.write_text(text, encoding="utf-8")
-    return [config_path, weights]

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from ledger.errors import Corrupt, StorageFailed, explain
-from trainer.weights.files import weight_files
+from trainer.weights.files import open_file, open_safetensors
 
 __all__ = ["WeightHandles", "open_files"]
 
@@ -37,28 +34,13 @@ class WeightHandles(Mapping[str, Any]):
 def open_files(paths: str | Path | list[Path]) -> WeightHandles:
     """The tensors of a model folder, or of safetensors files.
 
-    Raises NotFound where a folder holds no weights, Corrupt where a file cannot be parsed (it was
-    cut short), StorageFailed where one cannot be read.
+    Raises NotFound where a file is missing, Corrupt where one cannot be parsed (it was cut short)
+    or does not hold what the index of its folder says, StorageFailed where one cannot be read.
     """
     if not isinstance(paths, list):
-        paths = weight_files(Path(paths))
+        return WeightHandles(open_safetensors(paths))
     files: dict[str, Any] = {}
     for path in paths:
-        try:
-            file = safe_open(path, framework="pt")
-            files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
-        except OSError as error:
-            raise StorageFailed(
-                explain("reading weights", on=str(path), expected="a readable file", found=error)
-            ) from error
-        except SafetensorError as error:
-            raise Corrupt(
-                explain(
-                    "reading weights",
-                    on=str(path),
-                    expected="a whole safetensors file",
-                    found=error,
-                    do="copy the model again",
-                )
-            ) from error
+        file = open_file(path.parent, path)
+        files |= dict.fromkeys(file.keys(), file)
     return WeightHandles(files)
