@@ -25,8 +25,8 @@ def export_folder(
     """Write a model as a Hugging Face folder, which `transformers` loads. Collective.
 
     `model` is this rank's chunk, or the list of its chunks; `directory` is an existing folder that
-    all ranks see. Each rank writes shards of its own and holds no more than one of them. Returns the paths written, on every rank; nothing is synced (see
-    `write_safetensors`).
+    all ranks see. Each rank writes shards of its own and holds no more than one of them. Returns
+    the paths written, on every rank; nothing is synced (see `write_safetensors`).
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     named = export_weights(model, to="spread")
