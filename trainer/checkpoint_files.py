@@ -19,6 +19,7 @@ from trainer.weights import WEIGHTS_FILE, read_safetensors
 from trainer.weights.files import is_weights_file
 
 __all__ = [
+    "DIST_FORMAT",
     "FORMAT",
     "OPTIMIZER_FILE",
     "RANDOM_FILE",
@@ -28,17 +29,25 @@ __all__ = [
     "check_tensors",
     "file_hash",
     "hashes_of",
+    "random_file",
     "read_manifest",
     "read_tensors",
     "sync",
 ]
 
 FORMAT = "hf-safetensors-1"
-"""Stable name of the format, as in `checkpoint_saved`."""
+"""Stable name of the format, as in `checkpoint_saved`: tensors by canonical names."""
+DIST_FORMAT = "torch_dist-1"
+"""The one with Megatron's shards."""
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random_state.safetensors"
 STATE_FILE = "trainer_state.json"
+
+
+def random_file(rank: int) -> str:
+    """The file with the states of a rank's generators."""
+    return RANDOM_FILE if rank == 0 else f"random_state_{rank:05d}.safetensors"
 
 
 def read_manifest(folder: Path, where: str | None = None) -> dict[str, Any]:
@@ -65,9 +74,14 @@ def read_manifest(folder: Path, where: str | None = None) -> dict[str, Any]:
         raise Corrupt(
             explain("reading a checkpoint", on=str(path), expected=FORMAT, found=repr(error))
         ) from error
-    if form != FORMAT:
+    if form not in (FORMAT, DIST_FORMAT):
         raise IncompatibleFormat(
-            explain("reading a checkpoint", on=str(path), expected=FORMAT, found=form)
+            explain(
+                "reading a checkpoint",
+                on=str(path),
+                expected=f"{FORMAT} or {DIST_FORMAT}",
+                found=form,
+            )
         )
     return manifest
 

@@ -7,7 +7,7 @@ alone appends them. With one process every function here is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +22,8 @@ __all__ = [
     "add_up",
     "all_gather_object",
     "broadcast_object",
+    "by_all",
+    "by_writer",
     "data_parallel_rank",
     "data_parallel_size",
     "is_last_stage",
@@ -122,3 +124,35 @@ def all_gather_object(value: _T) -> list[_T]:
     held: list[Any] = [None] * world_size()
     dist.all_gather_object(held, value)
     return held
+
+
+def by_writer(work: Callable[[], _T]) -> _T:
+    """What `work` gives on rank 0, on every rank. Where it raises, every rank raises the same."""
+    if world_size() == 1:
+        return work()
+    outcome: tuple[_T | None, Exception | None] = (None, None)
+    if is_writer():
+        try:
+            outcome = (work(), None)
+        except Exception as error:
+            outcome = (None, error)
+    value, failure = broadcast_object(outcome)
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[return-value]  # None only with a failure, or as the work's own
+
+
+def by_all(work: Callable[[], _T]) -> list[_T]:
+    """What `work` gives on each rank, on every rank. Where it raises on one, all raise the same."""
+    if world_size() == 1:
+        return [work()]
+    outcome: tuple[_T | None, Exception | None]
+    try:
+        outcome = (work(), None)
+    except Exception as error:
+        outcome = (None, error)
+    outcomes = all_gather_object(outcome)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in outcomes]  # type: ignore[misc]  # as above

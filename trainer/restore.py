@@ -19,12 +19,13 @@ from ledger.encode import events_of
 from ledger.errors import Diverged, NotFound, explain
 from ledger.events import CheckpointSaved, SignalRecorded, StepCommitted
 from ledger.store import Ledger
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoint import DIST_FORMAT, load_checkpoint
 from trainer.checkpoint_files import check_files
 from trainer.compare import Divergence, compare_signals, compare_steps, records_of_event
 from trainer.history import History
 from trainer.microbatch import recorded_partition
 from trainer.model import build_chunks, read_config
+from trainer.ranks import by_writer
 from trainer.reconfigure import reconfigure
 from trainer.settings import AlgorithmSettings, OptimizerSettings, ParallelSettings
 from trainer.state import TrainState, create_state, load_weights
@@ -101,9 +102,9 @@ def load_version(
     Raises NotFound where the checkpoint's folder or a file is gone, Corrupt where bytes differ from
     what was recorded (with version, file and first tensor).
     """
-    folder = check_checkpoint(ledger, history, version)
+    folder = by_writer(lambda: check_checkpoint(ledger, history, version))
     event = history.checkpoints[version]
-    state = create_state(folder, parallel, optimizer, seed=seed)
+    state = create_state(folder, parallel, optimizer, seed=seed, load=event.format != DIST_FORMAT)
     load_checkpoint(
         state,
         folder,
@@ -123,7 +124,7 @@ def needs_reference(algorithm: AlgorithmSettings) -> bool:
 def load_reference(ledger: Ledger, history: History, parallel: ParallelSettings) -> Any:
     """The reference policy, frozen: the run's first version, from its checkpoint, checked."""
     first = min(v for v, w in history.weights.items() if w.parent_version is None)
-    folder = check_checkpoint(ledger, history, first)
+    folder = by_writer(lambda: check_checkpoint(ledger, history, first))
     chunks = build_chunks(read_config(folder), parallel, trainable=False)
     load_weights(chunks, folder)
     return chunks

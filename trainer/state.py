@@ -36,7 +36,7 @@ from trainer.megatron import (
 )
 from trainer.megatron_args import passed_on
 from trainer.model import build_chunks, read_config
-from trainer.optimizer_slots import MAIN, MOMENTS, Slot, inner_optimizers, slots_of
+from trainer.optimizer_slots import MAIN, MOMENTS, inner_optimizers, slots_of
 from trainer.parallel import seed_everything
 from trainer.ranks import all_gather_object
 from trainer.settings import OptimizerSettings, ParallelSettings
@@ -194,11 +194,8 @@ class TrainState:
         16 bits; no moments before a first step. Comes out as `export_weights` does.
         """
         slots = slots_of(self.optimizer)
-        kinds = list(MOMENTS) if self.adam_step() else []
-        if any(all_gather_object(any(slot.has_main for slot in slots.values()))):
-            kinds.append(MAIN)
         local = self.placement.local
-        for kind in kinds:
+        for kind in self.kept_kinds():
             for name, tensor in assemble(
                 self.placement,
                 lambda key, kind=kind: slots[id(local[key])].whole(kind),  # type: ignore[misc]
@@ -206,6 +203,14 @@ class TrainState:
                 dtype=torch.float32,
             ):
                 yield f"{kind}.{name}", tensor
+
+    def kept_kinds(self) -> list[str]:
+        """The kinds of tensors that `moments` gives. Collective."""
+        kinds = list(MOMENTS) if self.adam_step() else []
+        slots = slots_of(self.optimizer)
+        if any(all_gather_object(any(slot.has_main for slot in slots.values()))):
+            kinds.append(MAIN)
+        return kinds
 
     def load_moments(self, named: Mapping[str, Any], step: int) -> None:
         """Make the optimizer's state what `moments` gave, at Adam's step `step`.
@@ -215,13 +220,7 @@ class TrainState:
 
         Raises KeyError where one is missing.
         """
-        slots = slots_of(self.optimizer)
-        for inner in inner_optimizers(self.optimizer):
-            inner.state.clear()
-            for group in inner.param_groups:
-                if "step" in group:
-                    # Fused implementations on a GPU keep it in the group.
-                    group["step"] = step
+        self._forget_moments(step)
         for kind in (*MOMENTS, MAIN):
             of_kind = {
                 name.removeprefix(f"{kind}."): value
@@ -229,12 +228,26 @@ class TrainState:
                 if name.startswith(f"{kind}.")
             }
             if of_kind:
-                self._load_kind(kind, of_kind, slots, step)
+                wholes = local_values(self.placement, of_kind, dtype=torch.float32)
+                self._load_kind(kind, wholes, step)
 
-    def _load_kind(
-        self, kind: str, named: Mapping[str, Any], slots: Mapping[int, Slot], step: int
-    ) -> None:
-        for key, whole in local_values(self.placement, named, dtype=torch.float32):
+    def load_local_moments(self, by_kind: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        """As `load_moments`, from tensors by kind and key, each in the shape of this rank's own."""
+        self._forget_moments(step)
+        for kind, wholes in by_kind.items():
+            self._load_kind(kind, wholes.items(), step)
+
+    def _forget_moments(self, step: int) -> None:
+        for inner in inner_optimizers(self.optimizer):
+            inner.state.clear()
+            for group in inner.param_groups:
+                if "step" in group:
+                    # Fused implementations on a GPU keep it in the group.
+                    group["step"] = step
+
+    def _load_kind(self, kind: str, wholes: Iterable[tuple[str, Tensor]], step: int) -> None:
+        slots = slots_of(self.optimizer)
+        for key, whole in wholes:
             slot = slots[id(self.placement.local[key])]
             if slot.held is None:
                 continue
@@ -318,18 +331,21 @@ def create_state(
     optimizer: OptimizerSettings,
     *,
     seed: int,
+    load: bool = True,
 ) -> TrainState:
     """A fresh state from a Hugging Face model folder, and the generators seeded.
 
     After `trainer.parallel.initialize`. The result is a function of the folder, the settings and
-    `seed`.
+    `seed`. With `load=False` the weights are whatever memory held: for a checkpoint that is loaded
+    next.
 
     Raises NotFound, Corrupt or InvalidArgument where the folder or the settings cannot be used.
     """
     check_settings(optimizer)
     hf_config = read_config(model_dir)
     chunks = build_chunks(hf_config, parallel, trainable=True)
-    load_weights(chunks, model_dir)
+    if load:
+        load_weights(chunks, model_dir)
     for chunk in chunks:
         chunk.train()
     state = state_around(chunks, hf_config, parallel, optimizer)
