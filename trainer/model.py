@@ -237,7 +237,10 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
         # The same number as the process groups get: where they differ, Megatron leaves expert
         # gradients unreduced without a word.
         "expert_tensor_parallel_size": expert_tensor_parallel_size,
-        "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
+        # Without experts it means nothing, but Megatron checks it against the pipeline's settings.
+        "moe_token_dispatcher_type": "alltoall"
+        if architecture.num_experts is None
+        else parallel.moe_token_dispatcher_type,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "recompute_granularity": parallel.recompute_granularity,
