@@ -83,6 +83,10 @@ def test_a_preset_may_depend_on_the_estimator_and_the_loss():
     assert not settings_of(preset="verl").normalize_advantages
     gspo = settings_of(preset="verl", advantage_estimator="gspo")
     assert (gspo.policy_loss, gspo.loss_aggregation) == ("gspo", "seq-mean-token-mean")
+    assert settings_of(preset="verl", policy_loss="gmpo").loss_aggregation == "seq-mean-token-mean"
+    # Its dual clip is of PPO alone.
+    assert gspo.eps_clip_c is None
+    assert settings_of(preset="verl").eps_clip_c == 3.0
     with_kl = settings_of(preset="verl", use_kl_loss=True)
     assert (with_kl.kl_loss_coef, with_kl.kl_loss_type) == (0.001, "low_var_kl")
     assert settings_of(preset="verl").kl_loss_coef == 0.0
@@ -111,7 +115,7 @@ def test_a_new_run_records_what_came_of_preset_and_spelling(tmp_path):
     assert recorded["advantage_estimator"] == "grpo"
     assert recorded["policy_loss"] == "gspo"
     assert recorded["loss_aggregation"] == "seq-mean-token-mean"
-    assert recorded["eps_clip_c"] == 3.0
+    assert recorded["single_sample_advantage"] == "reward"
     assert recorded["advantage_epsilon"] == 0.5
     # Said again it stands for the same: a run that is continued is not refused.
     assert spelled_out(standing.explicit) == standing.explicit
