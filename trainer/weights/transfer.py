@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
+from trainer.architecture import Architecture
+from trainer.model import architecture_of
 from trainer.parallel import device
 from trainer.weights.names import TensorPart
 from trainer.weights.placement import CanonicalTensor, Piece, Placement, chunks_of, place
@@ -143,10 +145,13 @@ def import_weights(
     With `convert`, floats of 16 and of 32 bits become those of the model: widening is exact,
     narrowing rounds to the nearest.
 
+    Layers of multi-token prediction, where the configuration states some, are left out.
+
     Raises InvalidArgument, before anything is copied, where a tensor is missing, unknown, or has
     another shape or dtype than the model.
     """
     found = place(chunks_of(model)) if placement is None else placement
+    named = _without_prediction_layers(named, architecture_of(chunks_of(model)[0]))
     named = _without_tied_head(named, {tensor.name for tensor in found.tensors})
     _compare(found, named, _CONVERTED if convert else ())
     with torch.no_grad():
@@ -206,6 +211,19 @@ def _source_dtype(source: Any) -> torch.dtype:
         return source.dtype
     empty: Tensor = source[0:0]
     return empty.dtype
+
+
+def _without_prediction_layers(
+    named: Mapping[str, Any], architecture: Architecture
+) -> Mapping[str, Any]:
+    """Drop the layers of multi-token prediction that the configuration states: as in transformers,
+    they are no part of the model that is trained."""
+    first = architecture.num_hidden_layers
+    layers = range(first, first + architecture.prediction_layers)
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    if not prefixes:
+        return named
+    return {name: named[name] for name in named if not name.startswith(prefixes)}
 
 
 def _without_tied_head(named: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Any]:
