@@ -35,7 +35,7 @@ def algorithms(draw, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=25)
 @given(data=st.data())
 def test_value(name, data):
     samples = data.draw(drawn_samples())
