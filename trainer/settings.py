@@ -5,12 +5,12 @@ Each class is validated where it is made, and turned into canonical JSON by `led
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ledger.errors import InvalidArgument, explain
-from trainer.settings_conditions import loss_conditions, routing_conditions
+from trainer.settings_conditions import advantage_conditions, loss_conditions, routing_conditions
 
 __all__ = [
     "AlgorithmSettings",
@@ -218,7 +218,7 @@ class AlgorithmSettings:
                 self.kl_loss_coef,
                 self.use_kl_loss or self.kl_loss_coef == 0,
             ),
-            *self._advantage_rules(),
+            *advantage_conditions(self),
             *loss_conditions(self),
             *routing_conditions(self),
         ):
@@ -231,27 +231,6 @@ class AlgorithmSettings:
                         found=value,
                     )
                 )
-
-    def _advantage_rules(self) -> Iterator[tuple[str, str, object, bool]]:
-        """Setting, what is expected, what is found and whether that is right."""
-        for setting, value, choices in (
-            ("--advantage-deviation", self.advantage_deviation, ("unbiased", "biased")),
-            ("--grpo-std-scope", self.grpo_std_scope, ("group", "batch")),
-            ("--single-sample-advantage", self.single_sample_advantage, ("zero", "reward")),
-            ("--gdpo-whitening", self.gdpo_whitening, ("rollout", "token")),
-        ):
-            yield setting, f"one of {', '.join(choices)}", value, value in choices
-        epsilon, keys = self.advantage_epsilon, self.gdpo_reward_keys
-        yield "--advantage-epsilon", "above 0", epsilon, epsilon is None or epsilon > 0
-        yield "--gamma", "within [0, 1]", self.gamma, 0 <= self.gamma <= 1
-        yield "--lambd", "within [0, 1]", self.lambd, 0 <= self.lambd <= 1
-        yield "--gdpo-reward-keys", "each once", keys, len(set(keys)) == len(keys)
-        yield (
-            "--gdpo-reward-weights",
-            "as many as --gdpo-reward-keys, or none",
-            self.gdpo_reward_weights,
-            not self.gdpo_reward_weights or len(self.gdpo_reward_weights) == len(keys),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

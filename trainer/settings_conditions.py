@@ -1,4 +1,4 @@
-"""What the settings of losses and corrections must fulfil, beyond the range of each alone."""
+"""What the settings of advantages, losses and corrections must fulfil."""
 
 from __future__ import annotations
 
@@ -40,6 +40,28 @@ class Condition(NamedTuple):
     expected: str
     found: object
     right: bool
+
+
+def advantage_conditions(s: AlgorithmSettings) -> Iterator[Condition]:
+    """Those of the advantage estimators."""
+    for setting, value, known in (
+        ("--advantage-deviation", s.advantage_deviation, ("unbiased", "biased")),
+        ("--grpo-std-scope", s.grpo_std_scope, ("group", "batch")),
+        ("--single-sample-advantage", s.single_sample_advantage, ("zero", "reward")),
+        ("--gdpo-whitening", s.gdpo_whitening, ("rollout", "token")),
+    ):
+        yield Condition(setting, f"one of {', '.join(known)}", value, value in known)
+    epsilon, keys, weights = s.advantage_epsilon, s.gdpo_reward_keys, s.gdpo_reward_weights
+    yield Condition("--advantage-epsilon", "above 0", epsilon, epsilon is None or epsilon > 0)
+    yield Condition("--gamma", "within [0, 1]", s.gamma, 0 <= s.gamma <= 1)
+    yield Condition("--lambd", "within [0, 1]", s.lambd, 0 <= s.lambd <= 1)
+    yield Condition("--gdpo-reward-keys", "each once", keys, len(set(keys)) == len(keys))
+    yield Condition(
+        "--gdpo-reward-weights",
+        "as many as --gdpo-reward-keys, or none",
+        weights,
+        not weights or len(weights) == len(keys),
+    )
 
 
 def loss_conditions(s: AlgorithmSettings) -> Iterator[Condition]:

@@ -1,49 +1,61 @@
-"""docs/algorithms.md names every loss, aggregation, correction and metric that there is."""
+"""docs/algorithms.md names every estimator, option and preset that there is, and no other."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-import pytest
-import torch
+from tests.trainer.advantage_cases import EVERY
+from trainer.options.advantages import OPTIONS
+from trainer.presets import ESTIMATOR_SPELLINGS, PRESETS, Default
 
-from tests.trainer.loss_samples import inputs_of, of_ratios
-from trainer.algorithms.correction_metrics import correction_metrics
-from trainer.algorithms.corrections import CORRECTIONS
-from trainer.algorithms.kl import KL_TYPES
-from trainer.algorithms.losses import POLICY_LOSSES
-from trainer.settings import AlgorithmSettings
-from trainer.settings_conditions import AGGREGATIONS
-
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 
-def metrics_of_corrections() -> set[str]:
-    inputs = inputs_of([of_ratios([1.0], [1.0])])
-    names: set[str] = set()
-    for path in CORRECTIONS:
-        for mode in ("truncate", "clip", "mask") if path == "mis" else ("truncate",):
-            algorithm = AlgorithmSettings(
-                use_tis=True,
-                custom_tis_function_path=path,
-                mis_mode=mode,
-                mis_veto_threshold=1e-4 if path == "mis" else None,
-                use_opsm=True,
-            )
-            names |= set(correction_metrics(inputs, algorithm, torch.ones(1)))
-    return names
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize(
-    "name", [*sorted(POLICY_LOSSES), *AGGREGATIONS, *KL_TYPES, "icepop", "mis"]
-)
-def test_every_name_is_on_the_page(name):
-    assert f"`{name}`" in PAGE
+def first_cells(text: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| `")]
 
 
-def test_every_metric_of_the_corrections_is_on_the_page():
-    found = metrics_of_corrections()
-    assert len(found) > 10
-    for name in found:
-        short = f"`_{name.rpartition('_')[2]}`"
-        assert f"`{name}`" in PAGE or short in PAGE, name
+def test_every_estimator_has_its_row() -> None:
+    cells = first_cells(section("Advantage estimators"))
+    names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(names) == EVERY
+
+
+def test_every_option_and_spelling_is_named() -> None:
+    text = section("Advantage estimators") + section("Presets")
+    flags = set(re.findall(r"--[a-z][a-z-]+", text))
+    missing = {o.flag for o in OPTIONS if not flags & {o.flag, f"--no-{o.flag.removeprefix('--')}"}}
+    assert missing == set()
+    assert all(f"`{name}`" in text for name in ESTIMATOR_SPELLINGS)
+
+
+def test_each_preset_says_what_it_sets() -> None:
+    rows = {}
+    for line in section("Presets").splitlines():
+        if line.startswith("| `"):
+            _, names, said, _ = line.split("|")
+            rows |= dict.fromkeys(re.findall(r"`([\w-]+)`", names), said)
+    assert set(rows) == set(PRESETS)
+    for preset, defaults in PRESETS.items():
+        for default in defaults:
+            said = rows[preset]
+            if default.when.get("policy_loss") and isinstance(default.value, str):
+                assert f"`{default.value}`" in said
+            else:
+                assert re.search(rf"(?<![\w-]){flags_of(default)}(?![\w.-])", said), default
+        conditions = {"--use-kl-loss", "--use-rollout-logprobs"}
+        named = set(re.findall(r"--[a-z][a-z-]+", rows[preset])) - conditions
+        assert named == {flags_of(default).split()[0] for default in defaults} - conditions
+
+
+def flags_of(default: Default) -> str:
+    """As one would type it."""
+    name, value = default.option.replace("_", "-"), default.value
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value if isinstance(value, str) else format(value, 'g')}"
