@@ -7,7 +7,7 @@ is run again with its own recorded settings on its own recorded samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,11 @@ from ledger.store import Ledger
 from trainer.history import History, read_history
 from trainer.restore import (
     check_checkpoint,
-    load_reference,
     load_version,
-    needs_reference,
     replay_steps,
 )
 from trainer.settings import ParallelSettings
+from trainer.step_models import ModelLibrary, model_places
 from trainer.stepping import recorded_settings
 
 __all__ = ["Verdict", "VerifyReport", "plan_scope", "verify_branch"]
@@ -110,14 +109,16 @@ def verify_branch(
     seed: int,
     from_version: int | None = None,
     to_version: int | None = None,
+    places: Mapping[str, Any] | None = None,
     tell: Callable[[Verdict], None] = lambda _: None,
 ) -> VerifyReport:
     """Verify the steps of a branch and of what it forked from; stops at the first divergence.
 
     The process groups must have been started with the thread count and determinism that the branch
     recorded (see `replay.surroundings`). Where no step is in scope, only the checkpoint's bytes are
-    compared with their record. `tell` gets each verdict as it is reached. Raises NotFound where the
-    start's checkpoint is gone.
+    compared with their record. `places` (`ref_load`, `opd_teacher_load`, `critic_load`) says where
+    models are that moved since they were recorded. `tell` gets each verdict as it is reached.
+    Raises NotFound where the start's checkpoint is gone.
     """
     history = read_history(ledger, run_id)
     info = ledger.branch(run_id, branch)
@@ -144,8 +145,14 @@ def verify_branch(
         optimizer=recorded_settings(first_step).optimizer,
         seed=seed,
     )
-    reference = _reference(ledger, history, following, parallel)
-    for again in replay_steps(state, ledger, history, following, reference=reference):
+    library = ModelLibrary(
+        ledger=ledger,
+        history=history,
+        parallel=parallel,
+        places=model_places(places or {}, ledger, run_id),
+        seed=seed,
+    )
+    for again in replay_steps(state, ledger, history, following, library=library):
         made = again.recorded.weight_version_out
         difference = again.divergence
         if difference is None:
@@ -175,15 +182,6 @@ def verify_branch(
         if made in history.checkpoints and not add(_check(ledger, history, made)):
             return report
     return report
-
-
-def _reference(
-    ledger: Ledger, history: History, versions: Sequence[int], parallel: ParallelSettings
-) -> Any:
-    settings = (recorded_settings(history.steps[v]).algorithm for v in versions)
-    if any(needs_reference(algorithm) for algorithm in settings):
-        return load_reference(ledger, history, parallel)
-    return None
 
 
 def _check(ledger: Ledger, history: History, version: int) -> Verdict:

@@ -28,6 +28,8 @@ __all__ = ["Standing", "checkpoint_root", "find_standing"]
 
 DEFAULT_RUN = "run"
 
+_MODEL_FOLDERS = ("ref_load", "opd_teacher_load", "critic_load")
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -219,6 +221,8 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
     forked = [fork for fork in forks if fork.branch == branch]
     if forked:
         settings = forked[0].settings
+        forked_places = json.loads(forked[0].places or "{}")
+        places |= {name: forked_places.get(name) for name in _MODEL_FOLDERS}
     carried = (
         "save",
         "hf_checkpoint",
@@ -226,6 +230,7 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
         "save_interval",
         "eval_interval",
         "launcher",
+        *_MODEL_FOLDERS,
     )
     kept = {name: places[name] for name in carried if places.get(name) is not None}
     return json.loads(settings), kept

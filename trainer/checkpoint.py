@@ -5,7 +5,8 @@ Both formats are folders of a Hugging Face model with more beside it:
     config.json, tokenizer …   as in the model folder that the run began with
     random_state.safetensors   states of all generators of rank 0; random_state_00001 … of others
     trainer_state.json         format, layout, step count, scheduler, digests, checksums, and a hash
-                               of every file above
+                               of every file below and above
+    critic/                    where the run has a critic: the same files of it, by canonical names
 
 "hf-safetensors-1" has the weights under canonical names, and depends on no layout:
 
@@ -55,22 +56,28 @@ from trainer.checkpoint_files import (
     read_tensors,
     sync,
 )
+from trainer.critic import create_critic
 from trainer.digests import optimizer_root, records_of
 from trainer.ranks import by_all, by_writer, data_parallel_size, is_writer
-from trainer.settings import ParallelSettings
+from trainer.settings import OptimizerSettings, ParallelSettings
 from trainer.state import TrainState
 from trainer.weights import import_weights, write_safetensors
 from trainer.weights.handles import open_files
 
 __all__ = [
+    "CRITIC_FOLDER",
     "DIST_FORMAT",
     "FORMAT",
     "PendingCheckpoint",
     "SavedCheckpoint",
     "begin_checkpoint",
     "load_checkpoint",
+    "load_critic",
     "save_checkpoint",
 ]
+
+CRITIC_FOLDER = "critic"
+"""Folder of the critic's files within a checkpoint."""
 
 _COPIED = (
     "added_tokens.json",
@@ -149,6 +156,8 @@ def begin_checkpoint(
             else:
                 _write_canonical(state, work)
             by_all(lambda: save_file(state.generators, work / random_file(_rank())))
+            if state.critic is not None:
+                _write_critic(state.critic, work / CRITIC_FOLDER)
         except BaseException:
             pending.abandon()
             raise
@@ -201,9 +210,7 @@ class PendingCheckpoint:
         for name in _COPIED:
             if (self.model_dir / name).is_file():
                 shutil.copyfile(self.model_dir / name, work / name)
-        entries |= {
-            path.name: _entry(path) for path in sorted(work.iterdir()) if path.name not in entries
-        }
+        entries |= _entries(work, without=entries)
         manifest = {**self.manifest, "files": entries}
         (work / STATE_FILE).write_text(canonical_json(manifest) + "\n", encoding="utf-8")
         sync(work / STATE_FILE)
@@ -277,7 +284,12 @@ def layout_of(state: TrainState) -> dict[str, Any]:
 def _describe(state: TrainState) -> dict[str, Any]:
     """Everything trainer_state.json says except the format and the hashes of files."""
     moments = state.moment_records()
+    critic = {}
+    if state.critic is not None:
+        described = _describe(state.critic)
+        critic = {"critic": {key: described[key] for key in ("weights_root", "optimizer_digest")}}
     return {
+        **critic,
         "weights_root": weights_root(state.tensor_records()).hex(),
         "optimizer_digest": state.optimizer_digest_from(moments).hex(),
         "random_state_digest": state.random_state_digest().hex(),
@@ -299,6 +311,29 @@ def _write_canonical(state: TrainState, work: Path) -> None:
         pass
 
 
+def _write_critic(critic: TrainState, folder: Path) -> None:
+    """The critic's files, with a manifest of their own. Collective."""
+    manifest = {**_describe(critic), "format": FORMAT}
+    by_writer(folder.mkdir)
+    _write_canonical(critic, folder)
+    by_all(lambda: save_file(critic.generators, folder / random_file(_rank())))
+
+    def describe() -> None:
+        whole = {**manifest, "files": _entries(folder, without={})}
+        (folder / STATE_FILE).write_text(canonical_json(whole) + "\n", encoding="utf-8")
+        sync(folder)
+
+    by_writer(describe)
+
+
+def _entries(folder: Path, *, without: Mapping[str, Any]) -> dict[str, Any]:
+    """Sync and hash the files of a folder and of those in it, by their path in the folder."""
+    paths = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
+    return {name: _entry(path) for name, path in sorted(paths.items()) if name not in without}
+
+
 def _hash_own(work: Path) -> dict[str, Any]:
     """Sync and hash the files that this rank wrote."""
     mine = {random_file(_rank())} | {path.name for path in work.glob(f"__{_rank()}_*.distcp")}
@@ -312,14 +347,14 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def _existing(target: Path, manifest: Mapping[str, Any], began: float) -> SavedCheckpoint:
     found = read_manifest(target)
-    for key in ("weights_root", "optimizer_digest", "random_state_digest"):
-        if found[key] != manifest[key]:
+    for key in ("weights_root", "optimizer_digest", "random_state_digest", "critic"):
+        if found.get(key) != manifest.get(key):
             raise AlreadyExists(
                 explain(
                     "saving a checkpoint",
                     on=str(target),
-                    expected=f"nothing there, or this state: {key} {manifest[key]}",
-                    found=f"{key} {found[key]}",
+                    expected=f"nothing there, or this state: {key} {manifest.get(key)}",
+                    found=f"{key} {found.get(key)}",
                     do="save under another name",
                 )
             )
@@ -435,3 +470,21 @@ def _load_generators(
     except BaseException:
         state.generators = before
         raise
+
+
+def load_critic(
+    state: TrainState,
+    directory: Path,
+    optimizer: OptimizerSettings,
+    *,
+    seed: int,
+    version: int | None = None,
+) -> TrainState:
+    """The critic of a checkpoint, exactly as it was saved beside the policy. Collective.
+
+    `state` is the policy's. Raises what `create_critic` and `load_checkpoint` raise.
+    """
+    folder = directory / CRITIC_FOLDER
+    critic = create_critic(folder, state.hf_config, state.parallel, optimizer, seed=seed)
+    load_checkpoint(critic, folder, version=version)
+    return critic

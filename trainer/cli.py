@@ -184,10 +184,31 @@ def _check(values: Mapping[str, Any]) -> None:
     """Refuse what cannot work before anything is written."""
     from rollout.engines import ENGINE_NAMES, create_engine
     from rollout.side import rollout_settings
-    from trainer.settings import batch_settings
+    from trainer.algorithms.needs import needs_teacher
+    from trainer.settings import algorithm_settings, batch_settings
 
     batch_settings(values)
     rollout_settings(values)
+    algorithm = algorithm_settings(values)
+    if needs_teacher(algorithm) and not values["opd_teacher_load"]:
+        raise InvalidArgument(
+            explain(
+                "distilling a teacher",
+                on="--opd-teacher-load",
+                expected="the folder of a model with the policy's vocabulary",
+                found="nothing",
+            )
+        )
+    if algorithm.keep_old_actor and values["data"] == "recorded":
+        raise InvalidArgument(
+            explain(
+                "re-training on recorded trajectories",
+                on="--keep-old-actor",
+                expected="off: there is no engine whose weights could be kept",
+                found="on",
+                do="take the engine's own log-probs as old ones: --use-rollout-logprobs",
+            )
+        )
     if values["engine"] not in ENGINE_NAMES or values["engine"] == "sglang":
         # Says what is missing, or what the names are.
         create_engine(values["engine"], values["hf_checkpoint"] or "MODEL")
@@ -197,12 +218,18 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
     from rollout.side import LocalRolloutSide
     from trainer.algorithms.check import check_algorithm
     from trainer.algorithms.notes import algorithm_notes
+    from trainer.frozen import old_actor_of
     from trainer.loop import TrainingLoop
-    from trainer.opening import model_folder, open_branch
+    from trainer.opening import engine_version, model_folder, open_branch
     from trainer.parallel import initialize
     from trainer.progress import StepProgress
-    from trainer.restore import load_reference, needs_reference
-    from trainer.settings import algorithm_settings, batch_settings, parallel_settings
+    from trainer.restore import restore
+    from trainer.settings import (
+        algorithm_settings,
+        batch_settings,
+        optimizer_settings,
+        parallel_settings,
+    )
     from trainer.tracking import open_tracker
 
     values = standing.values
@@ -258,17 +285,31 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
                     f"rollout {p.rollout_step}: {p.kept_groups}/{p.wanted_groups} groups"
                 ),
             )
+        engine_has, version = opened.state, engine_version(standing, opened)
+        if has_engine and version != opened.place.weight_version:
+            engine_has = restore(
+                ledger,
+                opened.history,
+                version,
+                parallel=parallel_settings(values),
+                optimizer=optimizer_settings(values),
+                seed=values["rollout_seed"],
+                library=opened.library,
+            )
         if has_engine:
-            _load_first(side, opened, standing.run_id)
+            _load_first(side, engine_has, opened.history.weights[version], standing.run_id)
         loop = TrainingLoop(
             ledger=ledger,
             run_id=standing.run_id,
             branch=standing.branch,
             writer=opened.writer,
             state=opened.state,
-            reference=load_reference(ledger, opened.history, parallel_settings(values))
-            if needs_reference(algorithm)
+            models=opened.library.models_for(algorithm),
+            old_actor=old_actor_of(engine_has)
+            if algorithm.keep_old_actor and opened.recorded is None
             else None,
+            engine_version=version,
+            update_weights_interval=values["update_weights_interval"],
             algorithm=algorithm,
             sizes=batch_settings(values),
             rollout_side=side,
@@ -308,19 +349,19 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
     )
 
 
-def _load_first(side: Any, opened: Any, run_id: str) -> None:
-    """Give the engine the weights of the restored version, and compare its own checksums."""
+def _load_first(side: Any, state: Any, published: Any, run_id: str) -> None:
+    """Give the engine the weights of a restored version, and compare its own checksums."""
     from ledger.errors import Diverged
     from ledger.weights import first_difference
     from trainer.compare import records_of_event
 
     if side is None:
-        for _ in opened.state.export_weights():
+        for _ in state.export_weights():
             pass  # this rank's shards go to rank 0, which has the engine
         return
-    version = opened.place.weight_version
-    found = side.load_weights(version, opened.state.export_weights())
-    difference = first_difference(records_of_event(opened.history.weights[version]), found)
+    version = published.weight_version
+    found = side.load_weights(version, state.export_weights())
+    difference = first_difference(records_of_event(published), found)
     if difference is not None:
         raise Diverged(
             explain(

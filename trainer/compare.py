@@ -13,7 +13,15 @@ from ledger.weights import TensorRecord, first_difference
 
 __all__ = ["Divergence", "compare_signals", "compare_steps", "records_of_event"]
 
-_SIGNALS = ("loss_mask", "log_probs", "ref_log_probs", "values", "advantages", "returns")
+_SIGNALS = (
+    "loss_mask",
+    "log_probs",
+    "ref_log_probs",
+    "teacher_log_probs",
+    "values",
+    "advantages",
+    "returns",
+)
 """In the order in which they are computed: each may follow from those before it."""
 
 
@@ -26,9 +34,10 @@ class Divergence:
     """The version that the step made."""
     quantity: str
     """'settings', 'batch', 'micro-batches', 'log-probs', 'loss', 'gradients', 'grad norm',
-    'learning rate', 'metrics', 'weights', 'optimizer' or 'random state'; of signals 'signals' (of
-    other samples), 'settings_id', 'loss_mask', 'log_probs', 'ref_log_probs', 'values',
-    'advantages' or 'returns'."""
+    'learning rate', 'metrics', 'weights', 'optimizer', 'random state', 'critic gradients',
+    'critic weights' or 'critic optimizer'; of signals 'signals' (of
+    other samples), 'settings_id', 'loss_mask', 'log_probs', 'ref_log_probs',
+    'teacher_log_probs', 'values', 'advantages' or 'returns'."""
     where: str
     """The micro-batch, metric, tensor or sample; empty where the quantity has no parts."""
     expected: str
@@ -54,8 +63,8 @@ def compare_steps(
 
     The order: settings, batch, partition into micro-batches, log-probs (which micro-batch), loss,
     gradients, their norm, learning rate, metrics (which one), weights (which tensor), optimizer,
-    random state. Floats are compared by their bits: NaN equals itself, and −0.0 is not 0.0.
-    Measurements do not count, nor do metrics that `recorded` does not have.
+    random state, the critic's gradients, weights and optimizer. Floats are compared by their bits:
+    NaN equals itself, and −0.0 is not 0.0. Measurements do not count.
     """
 
     def diverged(quantity: str, expected: object, found: object, where: str = "") -> Divergence:
@@ -122,6 +131,13 @@ def compare_steps(
         return diverged("optimizer", recorded.optimizer_digest, again.optimizer_digest)
     if recorded.random_state_digest != again.random_state_digest:
         return diverged("random state", recorded.random_state_digest, again.random_state_digest)
+    for quantity, name in (
+        ("critic gradients", "critic_gradient_digest"),
+        ("critic weights", "critic_root"),
+        ("critic optimizer", "critic_optimizer_digest"),
+    ):
+        if getattr(recorded, name) != getattr(again, name):
+            return diverged(quantity, getattr(recorded, name), getattr(again, name))
     return None
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ledger.errors import InvalidArgument, explain
 from ledger.seeds import derive_seed
-from trainer.megatron import gather_from_sequence_parallel_region
-from trainer.model import build_model, read_config
+from trainer.megatron import gather_from_sequence_parallel_region, unwrap
+from trainer.model import build_chunks, read_config
 from trainer.parallel import device
 from trainer.settings import OptimizerSettings, ParallelSettings
 from trainer.state import TrainState, state_around, widened
@@ -91,18 +91,21 @@ def create_critic(
     # A tied head would share the embedding; the critic has a head of its own.
     trunk = {**hf_config, "tie_word_embeddings": False}
     _same_shape(trunk, {**read_config(folder), "tie_word_embeddings": False}, folder)
-    model = build_model(trunk, parallel, trainable=True)
-    head = ValueHead(model.config)
-    model.output_layer = head.to(device())
+    chunks = build_chunks(trunk, parallel, trainable=True)
+    for chunk in chunks:
+        model = unwrap(chunk)
+        if model.post_process:
+            model.output_layer = ValueHead(model.config).to(device())
     named = widened(read_safetensors(folder))
     named.pop("lm_head.weight", None)
     if "score.weight" not in named:
-        named |= new_head(model.config.hidden_size, seed)
+        named |= new_head(int(trunk["hidden_size"]), seed)
     named.setdefault("score.bias", torch.zeros(1))
-    import_weights(model, named)
-    model.train()
+    import_weights(chunks, named)
+    for chunk in chunks:
+        chunk.train()
     # As Hugging Face's class for it reads the folder of a checkpoint.
-    return state_around(model, {**trunk, "id2label": {"0": "value"}}, parallel, optimizer)
+    return state_around(chunks, {**trunk, "id2label": {"0": "value"}}, parallel, optimizer)
 
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:

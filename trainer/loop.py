@@ -27,6 +27,7 @@ from ledger.weights import TensorRecord, first_difference
 from ledger.writer import Writer
 from trainer.checkpoint import save_checkpoint
 from trainer.compare import compare_steps, records_of_event
+from trainer.frozen import FrozenModel, StepModels
 from trainer.history import History
 from trainer.processes import from_writer, is_writer, wait_for_head
 from trainer.progress import StepProgress
@@ -117,8 +118,14 @@ class TrainingLoop:
     writer: Writer | None
     """None on other ranks than 0, which write nothing."""
     state: TrainState
-    reference: Any
-    """A frozen model for the KL, or None."""
+    models: StepModels
+    """The frozen models that the steps ask."""
+    old_actor: FrozenModel | None
+    """With --keep-old-actor: the weights that the engine has."""
+    engine_version: int
+    """The version that the engine has."""
+    update_weights_interval: int
+    """Rollout steps between two times that the engine gets the weights."""
     algorithm: AlgorithmSettings
     sizes: BatchSettings
     rollout_side: RolloutSide | None
@@ -146,6 +153,8 @@ class TrainingLoop:
     _saved: set[int] = field(default_factory=set)
     _evaluated: set[tuple[int, Evaluation]] = field(default_factory=set)
     _sampled: RolloutOutcome | None = None
+    _made: WeightsPublished | None = None
+    """The version that the last step made."""
 
     def run(self) -> Place:
         """Train to the end; returns the place after it. Raises whatever a stage raises."""
@@ -162,6 +171,11 @@ class TrainingLoop:
             self._train(rollout_step, samples)
             if (rollout_step + 1) % self.save_interval == 0:
                 self._save()
+        behind = self.engine_version != self.place.weight_version
+        if behind and self.has_engine and self.eval_interval is not None:
+            version = self.place.weight_version
+            self._publish(self._made or self.history.weights[version])
+            self._engine_has(version)
         if is_writer():
             self._evaluate_if_due(None)
         self._save()
@@ -206,10 +220,17 @@ class TrainingLoop:
         reader = self.ledger.reader(self.run_id, branch=None, as_of=head_seq)
         began = time.perf_counter()
         for plan, _, result in take_rollout(
-            self.state, reader, planned, self.algorithm, self.sizes, reference=self.reference
+            self.state,
+            reader,
+            planned,
+            self.algorithm,
+            self.sizes,
+            models=self.models,
+            old_actor=self.old_actor,
         ):
             self.summary.spent("train", began)
-            published = self._publish(result)
+            due = self._engine_is_due(plan, planned[-1])
+            published = self._publish(result.weights) if due else result.weights
             began = time.perf_counter()
             if self.writer is None:
                 pass
@@ -220,12 +241,27 @@ class TrainingLoop:
                 self.writer.append([*result.routing, *result.signals, committed, published])
                 self._track(committed)
             self.summary.spent("append", began)
-            if self.rollout_side is not None:
-                self.rollout_side.release(plan.weight_version_out)
+            if due:
+                self._engine_has(plan.weight_version_out)
             self.summary.steps += 1
+            self._made = result.weights
             self.place = Place(plan.weight_version_out, plan.step + 1, rollout_step + 1)
             self._show(plan, result)
             began = time.perf_counter()
+
+    def _engine_is_due(self, plan: PlannedStep, last: PlannedStep) -> bool:
+        """Whether the engine gets the weights that a step makes."""
+        if self.update_weights_interval == 1:
+            return True
+        return plan is last and (plan.rollout_step + 1) % self.update_weights_interval == 0
+
+    def _engine_has(self, version: int) -> None:
+        """The engine took the present weights, and their event is committed: go on with them."""
+        if self.rollout_side is not None:
+            self.rollout_side.release(version)
+        if self.old_actor is not None:
+            self.old_actor.copy_from(self.state)
+        self.engine_version = version
 
     def _plan(self, rollout_step: int, samples: Sequence[np.ndarray]) -> list[PlannedStep]:
         planned = []
@@ -252,17 +288,17 @@ class TrainingLoop:
             version = made
         return planned
 
-    def _publish(self, result: StepResult) -> WeightsPublished:
-        """Hand the new weights to the engine, which stays stopped; compare its own checksums."""
+    def _publish(self, weights: WeightsPublished) -> WeightsPublished:
+        """Hand the weights to the engine, which stays stopped; compare its own checksums."""
         if self.rollout_side is None:
             if self.has_engine:
                 for _ in self.state.export_weights():
                     pass  # this rank's shards go to rank 0, which hands them to the engine
-            return result.weights
+            return weights
         began = time.perf_counter()
-        version = result.weights.weight_version
+        version = weights.weight_version
         found = self.rollout_side.load_weights(version, self.state.export_weights())
-        difference = first_difference(records_of_event(result.weights), found)
+        difference = first_difference(records_of_event(weights), found)
         if difference is not None:
             raise Diverged(
                 explain(
@@ -274,7 +310,7 @@ class TrainingLoop:
                 )
             )
         self.summary.spent("publish", began)
-        return result.weights.evolve(
+        return weights.evolve(
             transport="memory",
             acknowledged_by=[self.rollout_side.name],
             transfer_time_s=time.perf_counter() - began,
@@ -318,11 +354,11 @@ class TrainingLoop:
         self.summary.spent("checkpoint", began)
 
     def _evaluate_if_due(self, rollout_step: int | None) -> None:
-        """Measure the current version before `rollout_step`, or, with None, at the end.
+        """Measure the engine's version before `rollout_step`, or, with None, at the end.
 
         A branch measures the version it forked from too, so that it has a point to start from.
         """
-        version = self.place.weight_version
+        version = self.engine_version
         if self.eval_interval is None:
             return
         inside = rollout_step is not None and version != self.fork_version

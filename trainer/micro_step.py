@@ -45,6 +45,11 @@ class Signals:
     """[N] Of the whole step, where it is worked out before; None: each micro-batch does."""
     restrained_N: torch.Tensor | None = None
     """bool: the tokens that the policy loss picked out of the whole step, if it does."""
+    teacher_log_probs_N: npt.NDArray[np.float32] | None = None
+    values_N: npt.NDArray[np.float32] | None = None
+    """By the critic before the rollout's first step; None without a critic."""
+    returns_N: npt.NDArray[np.float32] | None = None
+    """What the critic learns; 0 where the mask is 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -17,7 +17,9 @@ from ledger.errors import AlreadyExists, InvalidArgument, NotFound, explain
 from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted
 from ledger.store import Ledger
 from ledger.writer import Writer
+from trainer.algorithms.needs import needs_values
 from trainer.begin import Standing, checkpoint_root, find_standing
+from trainer.critic import create_critic, critic_settings
 from trainer.history import History, read_history
 from trainer.loop import Place, checkpoint_of
 from trainer.model import read_config
@@ -25,11 +27,19 @@ from trainer.parallel import determinism_report
 from trainer.processes import from_writer, is_writer, wait_for_head
 from trainer.reconfigure import reconfigure
 from trainer.restore import check_checkpoint, checkpoint_folder, restore
-from trainer.settings import optimizer_settings, parallel_settings
+from trainer.settings import algorithm_settings, optimizer_settings, parallel_settings
 from trainer.state import TrainState, create_state
 from trainer.step_events import weights_event
+from trainer.step_models import ModelLibrary, model_places
 
-__all__ = ["Opened", "is_complete", "model_folder", "open_branch", "remaining_recorded"]
+__all__ = [
+    "Opened",
+    "engine_version",
+    "is_complete",
+    "model_folder",
+    "open_branch",
+    "remaining_recorded",
+]
 
 
 def producer_of(branch: str) -> str:
@@ -51,6 +61,8 @@ class Opened:
     model_dir: Path
     """The checkpoint of the run's first version: configuration and tokenizer."""
     checkpoints: Path
+    library: ModelLibrary
+    """Finds the other models of the steps."""
     restore_time_s: float
 
 
@@ -78,8 +90,10 @@ def open_branch(
         wait_for_head(ledger, standing.run_id, from_writer(_head(ledger, standing)))
         history = read_history(ledger, standing.run_id)
         place, recorded = Place(0, 0, 0), None
+        library = _library(ledger, standing, history)
     else:
         history = standing.history
+        library = _library(ledger, standing, history)
         recorded = remaining_recorded(history, standing)
         place = _place(history, standing, recorded)
         _require_work(standing, recorded)
@@ -90,10 +104,16 @@ def open_branch(
             parallel=parallel_settings(standing.values),
             optimizer=optimizer_settings(standing.values),
             seed=standing.values["rollout_seed"],
+            library=library,
             ignore=standing.values["ignore_checkpoint"],
             tell=tell,
         )
         reconfigure(state, optimizer_settings(standing.values))
+        library.prepare_critic(
+            state,
+            algorithm_settings(standing.values),
+            critic_settings(optimizer_settings(standing.values), standing.values),
+        )
         if is_writer():
             writer = _go_on(ledger, standing, writer, history, place)
         # A branch that is new must be there before its number is asked for.
@@ -106,8 +126,32 @@ def open_branch(
         recorded=recorded,
         model_dir=checkpoint_folder(ledger, history.checkpoints[_start(standing, history, place)]),
         checkpoints=checkpoints,
+        library=library,
         restore_time_s=time.perf_counter() - began,
     )
+
+
+def _library(ledger: Ledger, standing: Standing, history: History) -> ModelLibrary:
+    return ModelLibrary(
+        ledger=ledger,
+        history=history,
+        parallel=parallel_settings(standing.values),
+        places=model_places(standing.values, ledger, standing.run_id),
+        seed=standing.values["rollout_seed"],
+    )
+
+
+def engine_version(standing: Standing, opened: Opened) -> int:
+    """The version that the engine has where the branch goes on.
+
+    With --update-weights-interval N it gets the weights after every N-th rollout step, so before
+    the present one it last got those from before the rollout step that N divides.
+    """
+    interval = standing.values["update_weights_interval"]
+    began = opened.place.rollout_step // interval * interval
+    made = _made(opened.history, standing)
+    since = [one for one in made if began <= one.rollout_step < opened.place.rollout_step]
+    return since[0].weight_version_in if since else opened.place.weight_version
 
 
 def _head(ledger: Ledger, standing: Standing) -> int:
@@ -189,6 +233,14 @@ def _start_run(
         optimizer_settings(values),
         seed=values["rollout_seed"],
     )
+    if needs_values(algorithm_settings(values)):
+        state.critic = create_critic(
+            values["critic_load"] or model_dir,
+            state.hf_config,
+            parallel_settings(values),
+            critic_settings(optimizer_settings(values), values),
+            seed=values["rollout_seed"],
+        )
     weights = weights_event(
         state.tensor_records(), weight_version=0, parent_version=None, step=None
     )
@@ -236,6 +288,7 @@ def _go_on(
                 weight_version=standing.weight_version,
                 settings=standing.settings_json,
                 data=standing.values["data"],
+                places=standing.places_json,
             ),
             producer_of(standing.branch),
         )

@@ -9,35 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 import torch
 
 from ledger.encode import events_of
-from ledger.errors import Diverged, NotFound, explain
-from ledger.events import CheckpointSaved, SignalRecorded, StepCommitted
+from ledger.errors import Diverged, explain
+from ledger.events import SignalRecorded, StepCommitted
 from ledger.store import Ledger
-from trainer.checkpoint import DIST_FORMAT, load_checkpoint
-from trainer.checkpoint_files import check_files
+from trainer.checkpoint import CRITIC_FOLDER, DIST_FORMAT, load_checkpoint, load_critic
+from trainer.checkpoint_files import STATE_FILE
 from trainer.compare import Divergence, compare_signals, compare_steps, records_of_event
 from trainer.history import History
 from trainer.microbatch import recorded_partition
-from trainer.model import build_chunks, read_config
 from trainer.ranks import by_writer
 from trainer.reconfigure import reconfigure
-from trainer.settings import AlgorithmSettings, OptimizerSettings, ParallelSettings
-from trainer.state import TrainState, create_state, load_weights
+from trainer.restore_checkpoint import check_checkpoint, checkpoint_folder
+from trainer.settings import OptimizerSettings, ParallelSettings
+from trainer.state import TrainState, create_state
+from trainer.step_models import ModelLibrary, model_places
 from trainer.stepping import PlannedStep, recorded_settings, take_rollout
 
 __all__ = [
     "StepAgain",
     "check_checkpoint",
     "checkpoint_folder",
-    "load_reference",
     "load_version",
-    "needs_reference",
     "replay_steps",
     "restore",
 ]
@@ -50,42 +49,6 @@ class StepAgain:
     recorded: StepCommitted
     divergence: Divergence | None
     """None: every bit is as recorded."""
-
-
-def checkpoint_folder(ledger: Ledger, event: CheckpointSaved) -> Path:
-    """Where a checkpoint's files are: its location is absolute, or relative to the ledger."""
-    return ledger.locate(event.location)
-
-
-def check_checkpoint(ledger: Ledger, history: History, version: int) -> Path:
-    """Compare every byte of a version's checkpoint with what was recorded; returns its folder.
-
-    Raises NotFound where the folder or a file is gone; Corrupt with version, file, both hashes and
-    the first tensor that differs.
-    """
-    event = history.checkpoints[version]
-    folder = checkpoint_folder(ledger, event)
-    where = f"run {history.run_id!r}, version {version}" + (
-        "" if event.step is None else f" (made by step {event.step})"
-    )
-    if not folder.is_dir():
-        raise NotFound(
-            explain(
-                "reading the checkpoint of a version",
-                on=where,
-                expected=f"the folder {folder}, as its checkpoint_saved event says",
-                found="no such folder",
-                do="put the folder back from a copy, or pass --ignore-checkpoint "
-                f"{version} to ledger-train, which runs the steps before it again",
-            )
-        )
-    check_files(
-        folder,
-        dict(zip(event.files, event.file_hashes, strict=True)),
-        records_of_event(history.weights[version]),
-        where=f"{where}, {folder}",
-    )
-    return folder
 
 
 def load_version(
@@ -113,21 +76,9 @@ def load_version(
         expected_random_state_digest=event.random_state_digest,
         version=version,
     )
+    if f"{CRITIC_FOLDER}/{STATE_FILE}" in event.files:
+        state.critic = load_critic(state, folder, optimizer, seed=seed, version=version)
     return state
-
-
-def needs_reference(algorithm: AlgorithmSettings) -> bool:
-    """Whether a step with these settings takes log-probs of the reference policy."""
-    return algorithm.use_kl_loss or algorithm.kl_coef != 0
-
-
-def load_reference(ledger: Ledger, history: History, parallel: ParallelSettings) -> Any:
-    """The reference policy, frozen: the run's first version, from its checkpoint, checked."""
-    first = min(v for v, w in history.weights.items() if w.parent_version is None)
-    folder = by_writer(lambda: check_checkpoint(ledger, history, first))
-    chunks = build_chunks(read_config(folder), parallel, trainable=False)
-    load_weights(chunks, folder)
-    return chunks
 
 
 def replay_steps(
@@ -136,24 +87,28 @@ def replay_steps(
     history: History,
     versions: Sequence[int],
     *,
-    reference: Any = None,
+    library: ModelLibrary,
 ) -> Iterator[StepAgain]:
     """Run the recorded steps that made `versions` again, in order, each with its own settings.
 
     `state` must be that of the parent of the first one. The batch is read from the ledger as it
     stood when the step read it: what was scored again since does not change the past. Each step
     runs with the thread count it was recorded with, and is yielded with the first difference, if
-    any; the caller decides whether to go on.
+    any; the caller decides whether to go on. `library` finds the other models of the steps.
     """
     threads = torch.get_num_threads()
     try:
-        yield from _replay_groups(state, ledger, history, versions, reference)
+        yield from _replay_groups(state, ledger, history, versions, library)
     finally:
         torch.set_num_threads(threads)
 
 
 def _replay_groups(
-    state: TrainState, ledger: Ledger, history: History, versions: Sequence[int], reference: Any
+    state: TrainState,
+    ledger: Ledger,
+    history: History,
+    versions: Sequence[int],
+    library: ModelLibrary,
 ) -> Iterator[StepAgain]:
     for _, group in groupby(
         versions, key=lambda v: (history.branch_of[v], history.steps[v].rollout_step)
@@ -162,6 +117,7 @@ def _replay_groups(
         settings = recorded_settings(recorded[0])
         reader = ledger.reader(history.run_id, branch=None, as_of=recorded[0].read_seq)
         reconfigure(state, settings.optimizer)
+        library.prepare_critic(state, settings.algorithm, settings.critic)
         torch.set_num_threads(recorded[0].num_threads)
         planned = [
             PlannedStep(
@@ -172,11 +128,20 @@ def _replay_groups(
                 weight_version_out=one.weight_version_out,
                 indices=one.indices,
                 partition=recorded_partition(one),
+                # The weights of a kept old actor are not here: what they said is an input.
+                old_log_probs_N=_recorded_log_probs(ledger, history, one)
+                if settings.algorithm.keep_old_actor
+                else None,
             )
             for one in recorded
         ]
         taken = take_rollout(
-            state, reader, planned, settings.algorithm, settings.sizes, reference=reference
+            state,
+            reader,
+            planned,
+            settings.algorithm,
+            settings.sizes,
+            models=library.models_for(settings.algorithm, settings.models),
         )
         for was, (_, _, again) in zip(recorded, taken, strict=True):
             divergence = compare_steps(
@@ -191,6 +156,14 @@ def _replay_groups(
                 weight_version=was.weight_version_out,
             )
             yield StepAgain(recorded=was, divergence=divergence)
+
+
+def _recorded_log_probs(
+    ledger: Ledger, history: History, step: StepCommitted
+) -> npt.NDArray[np.float32]:
+    """[N] The old log-probs that a step recorded, in training order."""
+    by_index = {signal.index: signal for signal in _recorded_signals(ledger, history, step)}
+    return np.concatenate([by_index[index].log_probs for index in step.indices.tolist()])
 
 
 def _recorded_signals(
@@ -214,13 +187,15 @@ def restore(
     parallel: ParallelSettings,
     optimizer: OptimizerSettings,
     seed: int,
+    library: ModelLibrary | None = None,
     ignore: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> TrainState:
     """The exact state of `version`: weights, optimizer, schedule and random state.
 
     `optimizer` are the settings to start the nearest checkpoint's state with; steps that are run
-    again take their own. `ignore` is as in `History.from_checkpoint`; `tell` hears what is going
+    again take their own, and the models that `library` finds (default: where the run's events say).
+    `ignore` is as in `History.from_checkpoint`; `tell` hears what is going
     on. Raises what `load_version` raises, and Diverged where a step that is run again does not give
     the recorded bits: then nothing can be built on it here.
     """
@@ -228,11 +203,16 @@ def restore(
     state = load_version(ledger, history, start, parallel=parallel, optimizer=optimizer, seed=seed)
     if not following:
         return state
-    reference = None
-    if any(needs_reference(recorded_settings(history.steps[v]).algorithm) for v in following):
-        reference = load_reference(ledger, history, parallel)
+    if library is None:
+        library = ModelLibrary(
+            ledger=ledger,
+            history=history,
+            parallel=parallel,
+            places=model_places({}, ledger, history.run_id),
+            seed=seed,
+        )
     tell(f"restoring version {version}: {len(following)} steps after the checkpoint of {start}")
-    for again in replay_steps(state, ledger, history, following, reference=reference):
+    for again in replay_steps(state, ledger, history, following, library=library):
         tell(f"restored version {again.recorded.weight_version_out} by running its step again")
         if again.divergence is not None:
             raise Diverged(

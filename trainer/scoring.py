@@ -28,16 +28,24 @@ __all__ = ["response_log_probs", "score_policy"]
 
 
 def score_policy(
-    state: TrainState, batch: Batch, plan: Partition, *, free_routing: bool = False
+    state: TrainState,
+    batch: Batch,
+    plan: Partition,
+    *,
+    free_routing: bool = False,
+    chunks: Sequence[Any] | None = None,
 ) -> npt.NDArray[np.float32]:
     """The policy's log-probs [N] of a batch as it is now; NaN where nothing was sampled.
 
     With several optimizer steps a rollout, call it for the batch of each before the first of them,
     and hand the results to `run_step` as `old_log_probs_N`. `plan` is the step's partition; `batch`
     is in its order. Experts are those of the batch; with `free_routing` the routers choose.
+    `chunks` are those of another model, with the same layout, that sampled.
     """
     micros = cut(batch, plan, plan.of_rank(data_parallel_rank()))
-    log_probs_N = response_log_probs(state.chunks, batch, micros, free_routing=free_routing)
+    log_probs_N = response_log_probs(
+        chunks or state.chunks, batch, micros, free_routing=free_routing
+    )
     return np.where(batch.sampled_N > 0, log_probs_N, np.float32(np.nan))
 
 

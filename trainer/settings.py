@@ -179,6 +179,14 @@ class AlgorithmSettings:
     opsm_delta: float = 1e-4
     mask_offpolicy_in_partial_rollout: bool = False
     """Only tokens of the newest version of each sample enter the loss."""
+    value_clip: float = 0.2
+    """How far a value may move from what the critic said before the rollout's first step."""
+    num_critic_only_steps: int = 0
+    """Rollout steps, from the run's first, in which the critic alone is trained."""
+    keep_old_actor: bool = False
+    """Old log-probs are by the weights that the engine had, kept in the trainer."""
+    reset_optimizer_states: bool = False
+    """Adam's moments and step count are set to zero before each rollout step."""
 
     @property
     def aggregation(self) -> str:
@@ -199,6 +207,19 @@ class AlgorithmSettings:
                 "above 1, or nothing for no dual clip",
                 self.eps_clip_c,
                 self.eps_clip_c is None or self.eps_clip_c > 1,
+            ),
+            ("--value-clip", "above 0", self.value_clip, self.value_clip > 0),
+            (
+                "--keep-old-actor",
+                "off with --use-routing-replay: the old actor's own routing is not replayed",
+                "on",
+                not (self.keep_old_actor and self.routing_replay == "old_policy"),
+            ),
+            (
+                "--keep-old-actor",
+                "off with --use-rollout-logprobs: one of them says whose old log-probs are",
+                "on",
+                not (self.keep_old_actor and self.use_rollout_logprobs),
             ),
             (
                 "--rollout-temperature",
@@ -341,9 +362,14 @@ _ALWAYS = frozenset(
 
 
 def settings_record(
-    algorithm: AlgorithmSettings, optimizer: OptimizerSettings, sizes: BatchSettings
+    algorithm: AlgorithmSettings,
+    optimizer: OptimizerSettings,
+    sizes: BatchSettings,
+    critic: OptimizerSettings | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The settings of a step as it records them (`step_committed.settings`).
+
+    `critic` are those of the critic's optimizer, where the step has one.
 
     A setting that came after the first version is left out where it stands at its default, so that
     a step which was recorded before it has the same text, and so the same id, when it is run again.
@@ -355,7 +381,13 @@ def settings_record(
             for f in fields(settings)
             if (value := getattr(settings, f.name)) != f.default or f.name in _ALWAYS
         }
-        for name, settings in (("algorithm", algorithm), ("optimizer", optimizer), ("sizes", sizes))
+        for name, settings in (
+            ("algorithm", algorithm),
+            ("optimizer", optimizer),
+            ("sizes", sizes),
+            ("critic", critic),
+        )
+        if settings is not None
     }
 
 

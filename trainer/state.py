@@ -54,6 +54,7 @@ __all__ = [
     "load_weights",
     "make_optimizer",
     "make_scheduler",
+    "records_on_every_rank",
     "state_around",
     "widened",
 ]
@@ -137,6 +138,23 @@ class TrainState:
             self._outside = None
         return bool(ok), float(grad_norm), learning_rate
 
+    def leave_step(self) -> None:
+        """End a step without an update: weights, moments and schedule stay; gradients are lost."""
+        if self._outside is not None:
+            restore_random_state(self._outside)
+            self._outside = None
+
+    def reset_optimizer(self) -> None:
+        """Set Adam's moments and its step count to zero; the schedule stays."""
+        for inner in self.inner_optimizers():
+            for held in inner.state.values():
+                for value in held.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
+            for group in inner.param_groups:
+                if "step" in group:
+                    group["step"] = 0
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
@@ -153,13 +171,13 @@ class TrainState:
 
     def tensor_records(self) -> list[TensorRecord]:
         """A record of each weight, sorted by name."""
-        return _on_every_rank(self.export_weights(to="spread"))
+        return records_on_every_rank(self.export_weights(to="spread"))
 
     def gradient_records(self) -> list[TensorRecord]:
         """A record of each gradient (main_grad), sorted by name. Before `optimizer_step`."""
         self._complete_gradients()
         local = self.placement.local
-        return _on_every_rank(
+        return records_on_every_rank(
             assemble(
                 self.placement,
                 lambda key: _main_grad(local[key]),
@@ -266,7 +284,7 @@ class TrainState:
 
     def moment_records(self) -> list[TensorRecord]:
         """A record of each tensor of `moments`."""
-        return _on_every_rank(self.moments(to="spread"))
+        return records_on_every_rank(self.moments(to="spread"))
 
     def optimizer_digest_from(self, moments: list[TensorRecord]) -> bytes:
         """As `optimizer_digest`, from records of the moments that were made already."""
@@ -306,7 +324,7 @@ class TrainState:
         return inner_optimizers(self.optimizer)
 
 
-def _on_every_rank(named: Iterable[tuple[str, Tensor]]) -> list[TensorRecord]:
+def records_on_every_rank(named: Iterable[tuple[str, Tensor]]) -> list[TensorRecord]:
     """Records of tensors that the ranks assembled between them, sorted by name, on all of them."""
     mine = records_of(named)
     return sorted(

@@ -9,36 +9,45 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ledger.canonical import canonical_json, json_digest
-from ledger.errors import Diverged, explain
 from ledger.events import RoutingRecorded, SignalRecorded, StepCommitted, WeightsPublished
 from ledger.weights import weights_root
-from trainer.algorithms.advantages import estimate_advantages
+from trainer.algorithms.advantages import estimate
 from trainer.algorithms.aggregate import token_weights
 from trainer.algorithms.corrections import rollout_correction
 from trainer.algorithms.kl import approximate_kl
 from trainer.algorithms.losses import RESTRAINTS, restrained_tokens
-from trainer.algorithms.needs import needs_old_log_probs, reward_parts_used
+from trainer.algorithms.needs import (
+    needs_old_log_probs,
+    needs_teacher,
+    needs_values,
+    reward_parts_used,
+)
 from trainer.algorithms.rewards import RewardBatch
 from trainer.batch import Batch, batch_digest
+from trainer.critic_step import (
+    CriticOutcome,
+    critic_forward_backward,
+    critic_metrics,
+    score_values,
+)
+from trainer.frozen import NO_MODELS, StepModels
 from trainer.megatron import unwrap
-from trainer.micro_step import Outcome, Signals, forward_backward
+from trainer.micro_step import Signals, forward_backward
 from trainer.microbatch import MicroBatch, Partition, cut
-from trainer.ranks import all_gather_object, data_parallel_rank, data_parallel_size
+from trainer.ranks import data_parallel_rank, data_parallel_size
 from trainer.routing_agreement import agreement_metrics, take_counts
 from trainer.routing_replay import routes_freely
 from trainer.scoring import response_log_probs
 from trainer.settings import AlgorithmSettings, BatchSettings, layout_record, settings_record
 from trainer.state import TrainState
-from trainer.step_check import check_step
+from trainer.step_check import check_step, require_finite
 from trainer.step_events import micro_batch_digests, signal_events, step_metrics, weights_event
-from trainer.weights.placement import chunks_of
 from trainer.whole_step import step_inputs
 
 __all__ = ["StepResult", "run_step"]
@@ -72,8 +81,9 @@ def run_step(
     step_in_rollout: int,
     weight_version_in: int,
     weight_version_out: int,
-    reference: Any = None,
+    models: StepModels = NO_MODELS,
     old_log_probs_N: npt.NDArray[np.float32] | None = None,
+    old_values_N: npt.NDArray[np.float32] | None = None,
     data_time_s: float | None = None,
 ) -> StepResult:
     """Train `state` by one optimizer step on `batch`. Nothing is stored: that is the caller's part.
@@ -91,34 +101,72 @@ def run_step(
     they are the engine's and nothing is handed in. `needs_old_log_probs` says which settings need
     them handed in for the first step as well.
 
-    `reference` is a frozen model (Megatron's, or the list of this rank's chunks of it), needed with
-    `kl_coef` or `use_kl_loss`; one with experts routes by its own routers. `data_time_s` is
-    recorded as it is.
+    `models.reference` is needed with `kl_coef` or `use_kl_loss`, `models.teacher` where
+    `needs_teacher` says so; one with experts routes by its own routers. Where `needs_values` says
+    so, `state.critic` gives values and is trained beside the policy: by its values before the
+    rollout's first step, which are handed in as `old_values_N` for later ones
+    (`critic_step.score_values`). In a rollout step below `num_critic_only_steps` the policy stays
+    as it is. `data_time_s` is recorded as it is.
 
     Raises:
         InvalidArgument: settings, batch and model that do not fit together. The state is untouched.
         Diverged: a loss or a gradient that is not finite, named; the weights are untouched. Also
             where the norm of finite gradients overflows: the weights are spoiled then.
     """
-    check_step(state, batch, algorithm, sizes, step_in_rollout, reference, old_log_probs_N)
+    check_step(
+        state, batch, algorithm, sizes, step_in_rollout, models, old_log_probs_N, old_values_N
+    )
+    critic = state.critic if needs_values(algorithm) else None
     began = time.perf_counter()
+    if critic is not None and old_values_N is None:
+        old_values_N = score_values(critic, batch, plan)
     micros = cut(batch, plan, plan.of_rank(data_parallel_rank()))
-    signals = _signals(state, batch, algorithm, sizes, micros, reference, old_log_probs_N)
+    signals = _signals(
+        state, batch, algorithm, sizes, micros, models, old_log_probs_N, old_values_N
+    )
     outcome = forward_backward(state, batch, algorithm, micros, signals, n_micro=len(plan.ranks_M))
     agreement = take_counts(state.chunks)
-    _require_finite(state, batch, plan, outcome)
+    require_finite(state, batch, plan, outcome.losses_M, "the policy")
+    learned: CriticOutcome | None = None
+    if critic is not None and signals.values_N is not None and signals.returns_N is not None:
+        learned = critic_forward_backward(
+            critic,
+            batch,
+            plan,
+            old_values_N=signals.values_N,
+            returns_N=signals.returns_N,
+            weights_N=signals.weights_N,
+            value_clip=algorithm.value_clip,
+        )
+        require_finite(critic, batch, plan, learned.losses_M, "the critic")
     forward_time_s = time.perf_counter() - began
 
     began = time.perf_counter()
     gradient_digest = weights_root(state.gradient_records())
+    critic_gradient_digest = None
+    if critic is not None:
+        critic_gradient_digest = weights_root(critic.gradient_records())
     digest_time_s = time.perf_counter() - began
 
     began = time.perf_counter()
-    _, grad_norm, learning_rate = state.optimizer_step()
+    critic_grad_norm = critic_learning_rate = 0.0
+    if critic is not None:
+        # Inside the policy's step: each leaves the process's generators as it found them.
+        _, critic_grad_norm, critic_learning_rate = critic.optimizer_step()
+    if critic is not None and rollout_step < algorithm.num_critic_only_steps:
+        state.leave_step()
+        grad_norm = learning_rate = 0.0
+    else:
+        _, grad_norm, learning_rate = state.optimizer_step()
     optimizer_time_s = time.perf_counter() - began
 
     began = time.perf_counter()
-    all_settings = settings_record(algorithm, state.settings, sizes)
+    all_settings = {
+        **settings_record(
+            algorithm, state.settings, sizes, None if critic is None else critic.settings
+        ),
+        **models.record(),
+    }
     settings, settings_id = canonical_json(all_settings), json_digest(all_settings)
     trainer_N = outcome.log_probs_N if old_log_probs_N is None else old_log_probs_N
     metrics = step_metrics(
@@ -130,6 +178,15 @@ def run_step(
         grad_norm=grad_norm,
         learning_rate=learning_rate,
     ) | agreement_metrics(agreement, unwrap(state.model).config.moe_router_topk)
+    if learned is not None and signals.values_N is not None and signals.returns_N is not None:
+        metrics |= critic_metrics(
+            batch,
+            learned,
+            old_values_N=signals.values_N,
+            returns_N=signals.returns_N,
+            grad_norm=critic_grad_norm,
+            learning_rate=critic_learning_rate,
+        )
     signal_recorded = signal_events(
         batch,
         signals,
@@ -168,10 +225,13 @@ def run_step(
         grad_norm=grad_norm,
         metric_names=list(metrics),
         metric_values=np.array(list(metrics.values()), np.float64),
-        batch_digest=_digest_of(batch, algorithm, step_in_rollout, old_log_probs_N),
+        batch_digest=_digest_of(batch, algorithm, step_in_rollout, old_log_probs_N, old_values_N),
         micro_batch_digests=micro_batch_digests(batch, plan, outcome.log_probs_N),
         gradient_digest=gradient_digest,
         optimizer_digest=state.optimizer_digest(),
+        critic_gradient_digest=critic_gradient_digest,
+        critic_optimizer_digest=None if critic is None else critic.optimizer_digest(),
+        critic_root=None if critic is None else weights_root(critic.tensor_records()),
         random_state_digest=state.random_state_digest(),
         num_threads=torch.get_num_threads(),
         trained_tokens=int(np.count_nonzero(batch.loss_mask_N)),
@@ -190,16 +250,18 @@ def _signals(
     algorithm: AlgorithmSettings,
     sizes: BatchSettings,
     micros: list[MicroBatch],
-    reference: Any,
+    models: StepModels,
     old_log_probs_N: npt.NDArray[np.float32] | None,
+    old_values_N: npt.NDArray[np.float32] | None,
 ) -> Signals:
     """Everything that the training forward is given: advantages, weights, old and reference."""
     old_N = batch.rollout_log_probs_N if algorithm.use_rollout_logprobs else old_log_probs_N
-    ref_N = None
-    if algorithm.kl_coef != 0 or algorithm.use_kl_loss:
-        ref_N = response_log_probs(chunks_of(reference), batch, micros, free_routing=True)
-    kl_N = None
-    if algorithm.kl_coef != 0 and ref_N is not None:
+    ref_N = teacher_N = kl_N = policy_N = None
+    if models.reference is not None and (algorithm.kl_coef != 0 or algorithm.use_kl_loss):
+        ref_N = response_log_probs(models.reference.chunks, batch, micros, free_routing=True)
+    if models.teacher is not None and needs_teacher(algorithm):
+        teacher_N = response_log_probs(models.teacher.chunks, batch, micros, free_routing=True)
+    if algorithm.kl_coef != 0 or needs_teacher(algorithm):
         policy_N = old_N
         if policy_N is None:
             policy_N = response_log_probs(
@@ -208,6 +270,7 @@ def _signals(
                 micros,
                 free_routing=routes_freely(state.model, algorithm),
             )
+    if algorithm.kl_coef != 0 and ref_N is not None and policy_N is not None:
         kl_N = approximate_kl(
             torch.from_numpy(policy_N), torch.from_numpy(ref_N), algorithm.kl_loss_type
         ).numpy()
@@ -218,10 +281,14 @@ def _signals(
         response_lengths_B=batch.response_lengths_B,
         loss_mask_N=batch.loss_mask_N,
         kl_N=kl_N,
+        log_probs_N=policy_N if needs_teacher(algorithm) else None,
+        teacher_log_probs_N=teacher_N,
+        values_N=old_values_N,
         part_names=batch.part_names,
         reward_parts_BP=batch.reward_parts_BP,
     )
-    advantages_N = estimate_advantages(rewards, algorithm)
+    estimated = estimate(rewards, algorithm)
+    advantages_N = estimated.advantages_N
     correction = None
     if needs_old_log_probs(algorithm) and old_N is not None:
         inputs = step_inputs(batch, advantages_N, old_N, old_N)
@@ -247,6 +314,9 @@ def _signals(
         ref_log_probs_N=ref_N,
         correction=correction,
         restrained_N=restrained_N,
+        teacher_log_probs_N=teacher_N,
+        values_N=old_values_N,
+        returns_N=estimated.returns_N if old_values_N is not None else None,
     )
 
 
@@ -255,50 +325,21 @@ def _digest_of(
     algorithm: AlgorithmSettings,
     step_in_rollout: int,
     old_log_probs_N: npt.NDArray[np.float32] | None,
+    old_values_N: npt.NDArray[np.float32] | None,
 ) -> bytes:
-    """The batch, and what else enters the step: parts of rewards, old log-probs.
+    """The batch, and what else enters the step: parts of rewards, old log-probs, old values.
 
-    In a rollout's first step the old log-probs are a function of state and batch, given or not.
+    In a rollout's first step the old log-probs are a function of state and batch, given or not,
+    unless they are by a kept old actor.
     """
     extra: list[tuple[str, npt.NDArray[np.generic]]] = []
     for name in reward_parts_used(algorithm, batch.part_names):
         column = batch.part_names.index(name)
         extra.append((f"part:{name}", np.asarray(batch.reward_parts_BP)[:, column]))
-    if step_in_rollout > 0 and old_log_probs_N is not None:
+    input_of_its_own = step_in_rollout > 0 or algorithm.keep_old_actor
+    if input_of_its_own and old_log_probs_N is not None:
         old_N = np.where(batch.sampled_N > 0, old_log_probs_N, np.float32(np.nan))
         extra.append(("old_log_probs", old_N))
+    if step_in_rollout > 0 and old_values_N is not None:
+        extra.append(("old_values", old_values_N))
     return batch_digest(batch, extra)
-
-
-def _require_finite(state: TrainState, batch: Batch, plan: Partition, outcome: Outcome) -> None:
-    """Before the optimizer: afterwards the weights would be spoiled. Every rank raises alike."""
-    for number in np.flatnonzero(~np.isfinite(outcome.losses_M)).tolist():
-        samples = batch.indices_B[plan.offsets_M[number] : plan.offsets_M[number + 1]]
-        raise Diverged(
-            explain(
-                "computing the loss of a step",
-                on=f"micro-batch {number}, samples {samples.tolist()}",
-                expected="a finite number",
-                found=outcome.losses_M[number],
-                do="nothing was committed and the weights are unchanged; look at the rollout "
-                "log-probs and rewards of these samples, and at --lr",
-            )
-        )
-    named = (
-        name
-        for chunk in state.chunks
-        for name, parameter in unwrap(chunk).named_parameters()
-        if not bool(torch.isfinite(parameter.main_grad).all())
-    )
-    for rank, name in enumerate(all_gather_object(next(named, None))):
-        if name is not None:
-            raise Diverged(
-                explain(
-                    "computing the gradients of a step",
-                    on=f"parameter {name!r}, rank {rank}",
-                    expected="finite numbers",
-                    found="infinity or NaN",
-                    do="nothing was committed and the weights are unchanged; lower --lr, or look "
-                    "for extreme log-prob ratios",
-                )
-            )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ledger.errors import InvalidArgument, explain
-from trainer.algorithms.needs import needs_old_log_probs
+from ledger.errors import Diverged, InvalidArgument, explain
+from trainer.algorithms.needs import needs_old_log_probs, needs_teacher, needs_values
 from trainer.batch import Batch
+from trainer.frozen import StepModels
 from trainer.megatron import unwrap
+from trainer.microbatch import Partition
+from trainer.ranks import all_gather_object
 from trainer.routing_replay import count_moe_layers, is_moe, require_replayable
 from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.state import TrainState
 
-__all__ = ["check_step"]
+__all__ = ["check_step", "require_finite"]
 
 
 def check_step(
@@ -24,8 +26,9 @@ def check_step(
     algorithm: AlgorithmSettings,
     sizes: BatchSettings,
     step_in_rollout: int,
-    reference: Any,
+    models: StepModels,
     old_log_probs_N: npt.NDArray[np.float32] | None,
+    old_values_N: npt.NDArray[np.float32] | None,
 ) -> None:
     """Raises InvalidArgument with what does not fit; arguments as in `run_step`."""
     rollouts = len(np.unique(batch.rollout_id_B))
@@ -52,13 +55,21 @@ def check_step(
             "(--rollout-logprob-mode full): the two are not of one distribution",
         )
     needs_reference = algorithm.kl_coef != 0 or algorithm.use_kl_loss
-    if needs_reference and reference is None:
+    if needs_reference and models.reference is None:
         raise _wrong(
             "--kl-coef" if algorithm.kl_coef != 0 else "--use-kl-loss",
             "a reference model",
             "none",
             "pass the run's first version as reference, or switch the KL off",
         )
+    if needs_teacher(algorithm) and models.teacher is None:
+        raise _wrong(
+            "--use-opd or --advantage-estimator on_policy_distillation",
+            "a teacher",
+            "none",
+            "give the folder of a model with the policy's vocabulary: --opd-teacher-load",
+        )
+    _check_critic(state, batch, algorithm, step_in_rollout, old_values_N)
     _check_old(batch, algorithm, step_in_rollout, old_log_probs_N)
 
 
@@ -120,6 +131,85 @@ def _check_routing(state: TrainState, batch: Batch, algorithm: AlgorithmSettings
             "--replay-routing-weights",
             "--weight-decay 0: no gradient reaches the routers, and decay alone would flatten them",
             f"--weight-decay {state.settings.weight_decay}",
+        )
+
+
+def require_finite(
+    state: TrainState,
+    batch: Batch,
+    plan: Partition,
+    losses_M: npt.NDArray[np.float64],
+    whose: str,
+) -> None:
+    """Before the optimizer: afterwards the weights would be spoiled. Every rank raises alike.
+
+    `losses_M` is each micro-batch's share of the loss; the gradients are those in `state`. Raises
+    Diverged, naming the first micro-batch or parameter that is not finite.
+    """
+    for number in np.flatnonzero(~np.isfinite(losses_M)).tolist():
+        samples = batch.indices_B[plan.offsets_M[number] : plan.offsets_M[number + 1]]
+        raise Diverged(
+            explain(
+                f"computing the loss of {whose} in a step",
+                on=f"micro-batch {number}, samples {samples.tolist()}",
+                expected="a finite number",
+                found=losses_M[number],
+                do="nothing was committed and the weights are unchanged; look at the rollout "
+                "log-probs and rewards of these samples, and at --lr",
+            )
+        )
+    named = (
+        name
+        for chunk in state.chunks
+        for name, parameter in unwrap(chunk).named_parameters()
+        if not bool(torch.isfinite(parameter.main_grad).all())
+    )
+    for rank, name in enumerate(all_gather_object(next(named, None))):
+        if name is not None:
+            raise Diverged(
+                explain(
+                    f"computing the gradients of {whose} in a step",
+                    on=f"parameter {name!r}, rank {rank}",
+                    expected="finite numbers",
+                    found="infinity or NaN",
+                    do="nothing was committed and the weights are unchanged; lower --lr, or look "
+                    "for extreme log-prob ratios",
+                )
+            )
+
+
+def _check_critic(
+    state: TrainState,
+    batch: Batch,
+    algorithm: AlgorithmSettings,
+    step_in_rollout: int,
+    old_values_N: npt.NDArray[np.float32] | None,
+) -> None:
+    if not needs_values(algorithm):
+        if old_values_N is not None:
+            raise _wrong("old values", "none: the estimator asks no critic", "values")
+        return
+    if state.critic is None:
+        raise _wrong(
+            f"--advantage-estimator {algorithm.advantage_estimator}",
+            "a critic beside the policy",
+            "none",
+            "make one by trainer.critic.create_critic",
+        )
+    if (old_values_N is not None) != (step_in_rollout > 0):
+        raise _wrong(
+            f"step {step_in_rollout} of its rollout",
+            "the values of the critic before the rollout's first step, from the second step on",
+            "none" if old_values_N is None else "values in the first step",
+            "compute them by trainer.critic_step.score_values before the first step",
+        )
+    if old_values_N is not None and (
+        old_values_N.shape != batch.sampled_N.shape or old_values_N.dtype != np.float32
+    ):
+        raise _wrong(
+            "old values",
+            f"float32, one for each of {len(batch.sampled_N)} response tokens",
+            f"{old_values_N.dtype}, shape {old_values_N.shape}",
         )
 
 

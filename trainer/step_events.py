@@ -67,10 +67,18 @@ def signal_events(
     unsampled_N = batch.sampled_N == 0
     log_probs_N = trainer_log_probs_N.copy()
     log_probs_N[unsampled_N] = np.nan
-    ref_N = signals.ref_log_probs_N
-    if ref_N is not None:
-        ref_N = ref_N.copy()
-        ref_N[unsampled_N] = np.nan
+
+    def of_sampled(values_N: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | None:
+        return None if values_N is None else np.where(unsampled_N, np.float32(np.nan), values_N)
+
+    by_name = {
+        "ref_log_probs": of_sampled(signals.ref_log_probs_N),
+        "teacher_log_probs": of_sampled(signals.teacher_log_probs_N),
+        "values": signals.values_N,
+        "returns": signals.returns_N,
+        "correction_weights": correction_weights_N,
+    }
+    there = {name: values_N for name, values_N in by_name.items() if values_N is not None}
     offsets = batch.offsets_N
     return [
         SignalRecorded(
@@ -79,11 +87,8 @@ def signal_events(
             settings_id=settings_id,
             loss_mask=batch.loss_mask_N[first:last],
             log_probs=log_probs_N[first:last],
-            ref_log_probs=None if ref_N is None else ref_N[first:last],
             advantages=signals.advantages_N[first:last],
-            correction_weights=None
-            if correction_weights_N is None
-            else correction_weights_N[first:last],
+            **{name: values_N[first:last] for name, values_N in there.items()},
         )
         for index, first, last in zip(batch.indices_B, offsets[:-1], offsets[1:], strict=True)
     ]

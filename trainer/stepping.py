@@ -19,11 +19,13 @@ from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.events import RoutingRecorded, StepCommitted
 from ledger.reader import Reader
 from ledger.views import TableSource
-from trainer.algorithms.needs import needs_old_log_probs
+from trainer.algorithms.needs import needs_old_log_probs, needs_values
 from trainer.algorithms.offpolicy_mask import mask_offpolicy
 from trainer.batch import Batch, load_batch
 from trainer.batch_lengths import read_lengths
 from trainer.batch_routing import BY_ENGINE, RoutingSource
+from trainer.critic_step import score_values
+from trainer.frozen import NO_MODELS, FrozenModel, StepModels
 from trainer.microbatch import Partition
 from trainer.partition import partition_for, terms_of
 from trainer.ranks import data_parallel_size
@@ -50,6 +52,8 @@ class PlannedStep:
     """[B] The samples: in any order, or, with a partition, in training order."""
     partition: Partition | None = None
     """As recorded, where a step is run again; None: it is made from the settings."""
+    old_log_probs_N: npt.NDArray[np.float32] | None = None
+    """As recorded, in training order, where a step with a kept old actor is run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,10 @@ class RecordedSettings:
     algorithm: AlgorithmSettings
     optimizer: OptimizerSettings
     sizes: BatchSettings
+    critic: OptimizerSettings | None
+    """Of the critic's optimizer; None where the step had no critic."""
+    models: Mapping[str, str]
+    """Role of a frozen model → root of its weights (hex), where an option named its folder."""
 
 
 def recorded_settings(step: StepCommitted) -> RecordedSettings:
@@ -87,6 +95,8 @@ def recorded_settings(step: StepCommitted) -> RecordedSettings:
         algorithm=made(AlgorithmSettings, found["algorithm"]),
         optimizer=made(OptimizerSettings, found["optimizer"]),
         sizes=made(BatchSettings, found["sizes"]),
+        critic=made(OptimizerSettings, found["critic"]) if "critic" in found else None,
+        models=dict(found.get("models", {})),
     )
 
 
@@ -120,13 +130,15 @@ def take_rollout(
     algorithm: AlgorithmSettings,
     sizes: BatchSettings,
     *,
-    reference: Any = None,
+    models: StepModels = NO_MODELS,
+    old_actor: FrozenModel | None = None,
 ) -> Iterator[tuple[PlannedStep, Batch, StepResult]]:
     """Take the steps of one rollout in order; `state` is that after each step when it is yielded.
 
     `planned` are consecutive steps of one rollout, from the first that is trained here. Where that
-    is not the rollout's own first step, the old log-probs are those recorded when the samples were
-    first trained on. Raises what `load_batch` and `run_step` raise.
+    is not the rollout's own first step, the old log-probs and values are those recorded when the
+    samples were first trained on. With `keep_old_actor` old log-probs are by `old_actor`, or, in a
+    replay, those that the plan brings. Raises what `load_batch` and `run_step` raise.
     """
     batches: list[tuple[Batch, Partition, float]] = []
     for plan in planned:
@@ -160,26 +172,12 @@ def take_rollout(
             for batch, (_, cut_up, spent) in zip(chosen.batches, batches, strict=True)
         ]
         routing, scored = chosen.events, chosen.log_probs
-    old: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
-    if planned[0].step_in_rollout and not algorithm.use_rollout_logprobs:
-        # A fork in the middle of a rollout: the policy before its first step is not this state,
-        # but the steps that were recorded say what it thought.
-        old = [_recorded_old_log_probs(reader, batch) for batch, _, _ in batches]
-    elif not algorithm.use_rollout_logprobs:
-        # The first step's are the detached current ones, bit for bit: it needs no forward, unless
-        # they are asked for before the step.
-        first = 0 if needs_old_log_probs(algorithm) else 1
-        free = routes_freely(state.model, algorithm)
-        old[first:] = (
-            [
-                score_policy(state, batch, cut_up, free_routing=free)
-                for batch, cut_up, _ in batches[first:]
-            ]
-            if scored is None
-            else scored[first:]
-        )
-    for plan, (batch, cut_up, data_time_s), old_log_probs_N in zip(
-        planned, batches, old, strict=True
+    if planned[0].step_in_rollout == 0 and algorithm.reset_optimizer_states:
+        state.reset_optimizer()
+    old = _old_log_probs(state, reader, planned, batches, algorithm, old_actor, scored)
+    old_values = _old_values(state, reader, planned, batches, algorithm)
+    for plan, (batch, cut_up, data_time_s), old_log_probs_N, old_values_N in zip(
+        planned, batches, old, old_values, strict=True
     ):
         result = run_step(
             state,
@@ -192,20 +190,98 @@ def take_rollout(
             step_in_rollout=plan.step_in_rollout,
             weight_version_in=plan.weight_version_in,
             weight_version_out=plan.weight_version_out,
-            reference=reference,
+            models=models,
             old_log_probs_N=old_log_probs_N,
+            old_values_N=old_values_N,
             data_time_s=data_time_s,
         )
         yield plan, batch, replace(result, routing=routing) if routing else result
         routing = []
 
 
-def _recorded_old_log_probs(reader: Reader, batch: Batch) -> npt.NDArray[np.float32]:
-    """[N] What the policy before the rollout's first step gave, from the first signal recorded.
+def _old_log_probs(
+    state: TrainState,
+    reader: Reader,
+    planned: Sequence[PlannedStep],
+    batches: Sequence[tuple[Batch, Partition, float]],
+    algorithm: AlgorithmSettings,
+    old_actor: FrozenModel | None,
+    scored: Sequence[npt.NDArray[np.float32]] | None,
+) -> list[npt.NDArray[np.float32] | None]:
+    """For each step, what is handed in as old log-probs; None: the step's own current ones.
+
+    `scored` are the policy's, where the forward that chose the experts has computed them.
+    """
+    nothing: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
+    if algorithm.use_rollout_logprobs:
+        return nothing
+    given = [plan.old_log_probs_N for plan in planned]
+    if any(one is not None for one in given):
+        return given
+    if planned[0].step_in_rollout:
+        # A fork in the middle of a rollout: the policy before its first step is not this state,
+        # but the steps that were recorded say what it thought.
+        return [_recorded_signal(reader, batch, "log_probs") for batch, _, _ in batches]
+    free = routes_freely(state.model, algorithm)
+    if algorithm.keep_old_actor:
+        if old_actor is None:
+            raise InvalidArgument(
+                explain(
+                    "taking the steps of a rollout",
+                    on="--keep-old-actor",
+                    expected="the weights that the engine had",
+                    found="none",
+                    do="recorded trajectories bring the engine's log-probs: train on them with "
+                    "--use-rollout-logprobs",
+                )
+            )
+        return [
+            score_policy(state, batch, cut_up, free_routing=free, chunks=old_actor.chunks)
+            for batch, cut_up, _ in batches
+        ]
+    # The first step's are the detached current ones, bit for bit: it needs no forward, unless they
+    # are asked for before the step.
+    first = 0 if needs_old_log_probs(algorithm) else 1
+    nothing[first:] = (
+        [
+            score_policy(state, batch, cut_up, free_routing=free)
+            for batch, cut_up, _ in batches[first:]
+        ]
+        if scored is None
+        else scored[first:]
+    )
+    return nothing
+
+
+def _old_values(
+    state: TrainState,
+    reader: Reader,
+    planned: Sequence[PlannedStep],
+    batches: Sequence[tuple[Batch, Partition, float]],
+    algorithm: AlgorithmSettings,
+) -> list[npt.NDArray[np.float32] | None]:
+    """For each step, the critic's values before the rollout's first step; None: it finds its own.
+
+    Without a critic where one is needed, the step says so.
+    """
+    values: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
+    if not needs_values(algorithm) or state.critic is None:
+        return values
+    if planned[0].step_in_rollout:
+        return [_recorded_signal(reader, batch, "values") for batch, _, _ in batches]
+    values[1:] = [score_values(state.critic, batch, cut_up) for batch, cut_up, _ in batches[1:]]
+    return values
+
+
+def _recorded_signal(reader: Reader, batch: Batch, name: str) -> npt.NDArray[np.float32]:
+    """[N] `log_probs` or `values` by the models before the rollout's first step, from the first
+    signal recorded of each sample.
 
     Raises NotFound where a sample of the batch has none.
     """
-    signals = reader.table("signal_recorded", ["index", "log_probs"])
+    signals = reader.table("signal_recorded", ["index", name])
+    if signals[name].null_count:
+        signals = signals.filter(signals[name].is_valid())
     indices_S = signals["index"].to_numpy()
     rows = []
     for index in batch.indices_B.tolist():
@@ -215,13 +291,13 @@ def _recorded_old_log_probs(reader: Reader, batch: Batch) -> npt.NDArray[np.floa
                 explain(
                     "going on in the middle of a rollout",
                     on=f"sample {index}",
-                    expected="a signal_recorded event with the log-probs of the policy before the "
-                    "rollout's first step",
+                    expected=f"a signal_recorded event with the {name} before the rollout's first "
+                    "step",
                     found="none",
                     do="fork at a version between two rollouts, or give --use-rollout-logprobs",
                 )
             )
         rows.append(int(found[0]))
-    taken = signals["log_probs"].take(rows).combine_chunks()
+    taken = signals[name].take(rows).combine_chunks()
     values: npt.NDArray[np.float32] = taken.flatten().to_numpy()
     return values

@@ -17,6 +17,7 @@ from tests.trainer.tiny_policy import make_folder, make_state, start
 from trainer.batch import Batch, load_batch
 from trainer.compare import compare_steps
 from trainer.forward import recorded_routing, token_log_probs
+from trainer.frozen import FrozenModel, StepModels
 from trainer.microbatch import Partition
 from trainer.model import build_model
 from trainer.partition import partition_for
@@ -91,6 +92,10 @@ def plan_of(batch: Batch, sizes: BatchSettings) -> Partition:
 def step(folder, batch, algorithm=ALGORITHM, sizes=SIZES, state=None, **other) -> StepResult:
     plan = other.pop("plan", None) or plan_of(batch, sizes)
     return run_step(state or make_state(folder), batch, plan, algorithm, sizes, **(NUMBERS | other))
+
+
+def reference_of(model) -> StepModels:
+    return StepModels(reference=FrozenModel(chunks=[model], root=None))
 
 
 def content(result: StepResult) -> list[dict[str, Any]]:
@@ -298,7 +303,7 @@ def test_kl_in_the_loss_and_in_the_reward(folder, other_model):
         folder,
         batch,
         AlgorithmSettings(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="low_var_kl"),
-        reference=other_model,
+        models=reference_of(other_model),
     )
     assert in_loss.step_committed.grad_norm > 0
     assert in_loss.metrics["ref_kl"] > 0
@@ -306,7 +311,10 @@ def test_kl_in_the_loss_and_in_the_reward(folder, other_model):
         0.5 * mean_of_rollouts(in_loss, lambda s: kl_of(s)), rel=1e-4
     )
     in_reward = step(
-        folder, batch, AlgorithmSettings(kl_coef=0.5, kl_loss_type="k1"), reference=other_model
+        folder,
+        batch,
+        AlgorithmSettings(kl_coef=0.5, kl_loss_type="k1"),
+        models=reference_of(other_model),
     )
     penalties = [-0.5 * np.nansum(s.log_probs - s.ref_log_probs) for s in in_reward.signals]
     expected = reference.estimator("grpo", penalties, [0, 0, 1, 1], [0, 1, 2, 3])

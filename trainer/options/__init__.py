@@ -21,6 +21,7 @@ from trainer.options import (
     checkpoint,
     ledger,
     losses,
+    models,
     optimizer,
     parallelism,
     rollout,
@@ -42,6 +43,7 @@ OPTIONS: tuple[Option, ...] = (
     *routing.OPTIONS,
     *parallelism.OPTIONS,
     *optimizer.OPTIONS,
+    *models.OPTIONS,
     *tracking.OPTIONS,
 )
 

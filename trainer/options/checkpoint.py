@@ -23,4 +23,26 @@ OPTIONS: tuple[Option, ...] = (
         within=COUNT,
     ),
     place("save", "checkpoint", str, None, "folder of checkpoints; default: inside the ledger"),
+    place(
+        "ref_load",
+        "checkpoint",
+        str,
+        None,
+        "folder of the reference model of the KL; default: the run's first version",
+    ),
+    place(
+        "opd_teacher_load",
+        "checkpoint",
+        str,
+        None,
+        "folder of the teacher of on-policy distillation; it has the policy's vocabulary",
+    ),
+    place(
+        "critic_load",
+        "checkpoint",
+        str,
+        None,
+        "folder of a model or critic that the critic begins as; default: the run's first version "
+        "with a new value head",
+    ),
 )

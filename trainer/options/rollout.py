@@ -111,4 +111,12 @@ OPTIONS: tuple[Option, ...] = (
         within=COUNT,
     ),
     Option("n_eval_prompts", "rollout", int, 64, "prompts of an evaluation", within=COUNT),
+    Option(
+        "update_weights_interval",
+        "rollout",
+        int,
+        1,
+        "rollout steps between two times that the engine gets the weights",
+        within=COUNT,
+    ),
 )
