@@ -72,7 +72,9 @@ def test_parts_of_rewards_enter_the_step_of_gdpo_and_its_digest(folder):
         part_names=("ended", "right"),
         reward_parts_BP=np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 5.0], [1.0, 7.0]]),
     )
-    changed = dataclasses.replace(batch, reward_parts_BP=batch.reward_parts_BP + np.array([0.0, 1.0]))
+    changed = dataclasses.replace(
+        batch, reward_parts_BP=batch.reward_parts_BP + np.array([0.0, 1.0])
+    )
     algorithm = AlgorithmSettings(
         advantage_estimator="gdpo",
         gdpo_reward_keys=("ended", "right"),
