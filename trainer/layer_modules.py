@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
-from trainer.megatron import TransformerConfig, get_bias_dropout_add
+from trainer.megatron import (
+    TransformerConfig,
+    gather_from_tensor_model_parallel_region,
+    get_bias_dropout_add,
+    scatter_to_sequence_parallel_region,
+)
 from trainer.packed_attention import CoreAttention
 
-__all__ = ["LatentAttention", "NormedResidual", "RMSNorm"]
+__all__ = ["LatentAttention", "NormedResidual", "RMSNorm", "gather_latent"]
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -30,19 +35,13 @@ class RMSNorm(torch.nn.RMSNorm):
         eps: float = 1e-5,
         *,
         own_eps: float | None = None,
-        replicated: bool = False,
         **_: Any,
     ) -> None:
-        """`own_eps` is used instead of the `eps` that the layer passes. `replicated`: the weight
-        gets the whole gradient on each tensor-parallel rank where the sequence is not divided."""
+        """`own_eps` is used instead of the `eps` that the layer passes."""
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps)
         weight: Any = self.weight
         weight.data = weight.data.to(config.params_dtype)
         weight.sequence_parallel = config.sequence_parallel
-        if replicated and not config.sequence_parallel:
-            # Megatron sums the gradients of all "q_layernorm" over tensor-parallel ranks, which is
-            # right where each rank norms its own heads. The mean of equal gradients is them.
-            weight.average_gradients_across_tp_domain = True
 
 
 class NormedResidual(torch.nn.Module):
@@ -96,3 +95,27 @@ class LatentAttention(CoreAttention):
                 )
             )
         super().__init__(**arguments)
+
+
+def gather_latent(down_projection: Any, _: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """A hook on the down projection of keys and values: all of its columns, for this rank's tokens.
+
+    Megatron gathers the columns that tensor-parallel ranks computed; each rank's heads then
+    use the positional ones. Their gradient is a sum over the heads of all ranks, but the gather's
+    backward keeps this rank's share alone (0.16.1, multi_latent_attention.py, k_pos_emb). Handed
+    over with the sequence divided, the same columns take Megatron's other way, which adds up.
+    """
+    columns, bias = output
+    if down_projection.tp_group.size() == 1:
+        return output
+    if not down_projection.config.sequence_parallel:
+        raise InvalidArgument(
+            explain(
+                "running latent attention on several tensor-parallel ranks",
+                on="--sequence-parallel",
+                expected="on",
+                found="off",
+            )
+        )
+    whole = gather_from_tensor_model_parallel_region(columns)
+    return scatter_to_sequence_parallel_region(whole), bias

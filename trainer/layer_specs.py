@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch.nn import functional
 
 from trainer.architecture import Architecture, Experts, Latent
-from trainer.layer_modules import LatentAttention, NormedResidual, RMSNorm
+from trainer.layer_modules import LatentAttention, NormedResidual, RMSNorm, gather_latent
 from trainer.megatron import (
     GPTModel,
     LayerType,
@@ -207,9 +207,8 @@ def _layer_spec(
     if architecture.latent is not None:
         attention.core_attention = LatentAttention
         eps = architecture.latent.norm_eps
-        attention.q_layernorm = attention.kv_layernorm = ModuleSpec(
-            RMSNorm, params={"own_eps": eps, "replicated": True}
-        )
+        norm = ModuleSpec(RMSNorm, params={"own_eps": eps})
+        attention.q_layernorm = attention.kv_layernorm = norm
     elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if architecture.sandwich_norms:
@@ -220,6 +219,9 @@ def _layer_spec(
 
 def finish_model(model: GPTModel) -> None:
     """Set what Megatron's constructors have no argument for. Call it once on a new model."""
+    if model.config.multi_latent_attention:
+        for layer in model.decoder.layers:
+            layer.self_attention.linear_kv_down_proj.register_forward_hook(gather_latent)
     _scale_after_product(model)
 
 

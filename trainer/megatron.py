@@ -40,6 +40,8 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import (
@@ -80,6 +82,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
     "get_bias_dropout_add",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
@@ -91,6 +94,7 @@ __all__ = [
     "megatron_version",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "scatter_to_sequence_parallel_region",
     "set_tensor_model_parallel_attributes",
     "unwrap",
 ]

@@ -52,8 +52,9 @@ class Tiny:
     model: Any
 
 
-def make(kind: str, folder: Path) -> Tiny:
-    """Make and save one of KINDS or NEWER; the same weights each time."""
+def make(kind: str, folder: Path, **changes: Any) -> Tiny:
+    """Make and save one of KINDS or NEWER; the same weights each time. `changes` are of the
+    configuration of one of NEWER."""
     import transformers as hf
 
     torch.manual_seed((KINDS + NEWER).index(kind) + 1)
@@ -74,7 +75,7 @@ def make(kind: str, folder: Path) -> Tiny:
             hf.Qwen3MoeConfig(**_COMMON, **_EXPERTS, head_dim=16, norm_topk_prob=normalised)
         )
     else:
-        model = _newer(kind)
+        model = _newer(kind, changes)
     with torch.no_grad():
         # Norms of ones would hide one that is loaded into the place of another; so would biases of
         # zeros.
@@ -114,9 +115,10 @@ _SIGMOID: dict[str, Any] = {
 }
 
 
-def _newer(kind: str) -> Any:
+def _newer(kind: str, changes: dict[str, Any]) -> Any:
     import transformers as hf
 
+    small, sigmoid = {**_SMALL, **changes}, {**_SIGMOID, **changes}
     if kind == "llama3_rope":
         rope = {
             "rope_type": "llama3",
@@ -126,19 +128,19 @@ def _newer(kind: str) -> Any:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**_SMALL, head_dim=32, rope_parameters=rope))
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**small, head_dim=32, rope_parameters=rope))
     if kind == "qwen2":
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**_SMALL, tie_word_embeddings=True))
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**small, tie_word_embeddings=True))
     if kind == "glm4":
-        return hf.Glm4ForCausalLM(hf.Glm4Config(**_SMALL, head_dim=16))
+        return hf.Glm4ForCausalLM(hf.Glm4Config(**small, head_dim=16))
     if kind == "qwen3_moe_sparse":
-        settings = {**_SMALL, "num_hidden_layers": 3, "decoder_sparse_step": 2}
+        settings = {**_SMALL, "num_hidden_layers": 3, "decoder_sparse_step": 2, **changes}
         return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**settings, **_EXPERTS, head_dim=16))
     if kind.startswith("glm4_moe"):
         qk_norm = kind == "glm4_moe_qk_norm"
         return hf.Glm4MoeForCausalLM(
             hf.Glm4MoeConfig(
-                **_SIGMOID,
+                **sigmoid,
                 num_experts_per_tok=3,
                 head_dim=16,
                 use_qk_norm=qk_norm,
@@ -148,7 +150,7 @@ def _newer(kind: str) -> Any:
     yarn = kind == "deepseek_v3_yarn"
     return hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(
-            **{**_SIGMOID, "num_key_value_heads": 4},
+            **{**sigmoid, "num_key_value_heads": 4},
             num_experts_per_tok=4,
             n_group=4,
             topk_group=2,
