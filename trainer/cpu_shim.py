@@ -55,6 +55,10 @@ class _NoStream:
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Take and forget what a CUDA stream or event would be made with."""
 
+    def record_event(self, *args: object) -> _NoStream:
+        """The all-to-all dispatcher waits for what it gives."""
+        return _NoStream()
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
 from trainer.kept_sets import log_probs_over_sets
-from trainer.megatron import unwrap
+from trainer.megatron import ColumnParallelLinear, parallel_state, unwrap
 from trainer.microbatch import MicroBatch
 from trainer.packed_attention import packed_sequences
 from trainer.parallel import device
 from trainer.routing_replay import is_moe, recording, replaying
+from trainer.vocab_parallel import exclude_padding, log_probs_over_ranks
 
 __all__ = [
     "log_probs_at",
@@ -77,7 +78,8 @@ def _packed_output(
     # A head that gathers the hidden states of its ranks has all columns only afterwards.
     early = chunk.post_process and not chunk.config.sequence_parallel
     with _only_columns(chunk.output_layer, columns_n) if early else contextlib.nullcontext():
-        output: Tensor = model(tokens_BT, positions, None, packed_seq_params=packed)
+        output = model(tokens_BT, positions, None, packed_seq_params=packed)
+    output = _without_padding(model, output)
     if not chunk.post_process:
         return output
     return output[0] if early else output[0].index_select(0, columns_n)
@@ -130,6 +132,14 @@ def log_probs_at(
         columns_n = torch.from_numpy(micro.columns_n).to(logits.device)
         logits_nV = logits.flatten(0, 1).index_select(0, columns_n)
     temperature = _temperature(micro.temperatures_n, logits_nV)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        log_probs_n, over_ranks_n = log_probs_over_ranks(
+            (logits_nV / temperature).float(),
+            targets_n,
+            kept=micro.kept_sets,
+            entropy_gradient=want_entropy and entropy_gradient,
+        )
+        return log_probs_n, over_ranks_n if want_entropy else None
     if micro.kept_sets is not None:
         with_entropy = want_entropy and entropy_gradient
         scaled_nV = (logits_nV / temperature).float()
@@ -220,7 +230,18 @@ def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
     rows, width = tokens_BT.shape
     positions = torch.arange(width, device=tokens_BT.device).expand(rows, width)
     logits: Tensor = model(tokens_BT, positions, _causal_mask(width, tokens_BT.device))
-    return logits
+    return _without_padding(model, logits)
+
+
+def _without_padding(model: Any, output: Tensor) -> Tensor:
+    """The output of a chunk; where it is logits, those of rows that pad the vocabulary excluded."""
+    chunk = unwrap(model)
+    rows = chunk.trajectory_architecture.vocab_size
+    if chunk.vocab_size == rows or not chunk.post_process:
+        return output
+    if not isinstance(chunk.output_layer, ColumnParallelLinear):
+        return output  # the values of a critic
+    return exclude_padding(output, rows)
 
 
 def recorded_routing(model: Any, tokens_BT: Tensor) -> Tensor:
@@ -254,7 +275,7 @@ def _check_tokens(model: Any, tokens_BT: Tensor) -> None:
         raise _wrong(
             "tokens", "int64 [B, T] with T ≥ 2", f"{tokens_BT.dtype} {tuple(tokens_BT.shape)}"
         )
-    vocab_size = unwrap(model).vocab_size
+    vocab_size = unwrap(model).trajectory_architecture.vocab_size
     low, high = int(tokens_BT.min()), int(tokens_BT.max())
     if low < 0 or high >= vocab_size:
         raise _wrong("tokens", f"ids in [0, {vocab_size})", f"{low} … {high}")

@@ -246,13 +246,6 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,
-        # Stages tell each other how wide a micro-batch is. The all-gather of tokens to experts does
-        # not work with widths that differ.
-        "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1
-        and not (
-            architecture.num_experts is not None
-            and parallel.moe_token_dispatcher_type == "allgather"
-        ),
     }
     options |= config_options(architecture)
     kind = config_class(architecture)

@@ -1,16 +1,22 @@
-"""Runs micro-batches through Megatron's schedule, with a pipeline or without."""
+"""Runs micro-batches through Megatron's schedules, with a pipeline or without.
+
+One call for training and for scoring, so that both take the same micro-batches in the same shapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from ledger.errors import InvalidArgument, explain
 from trainer.megatron import get_forward_backward_func, unwrap
-from trainer.microbatch import MicroBatch
+from trainer.microbatch import PADDING_ID, MicroBatch
 
-__all__ = ["ForwardStep", "run_schedule"]
+__all__ = ["ForwardStep", "run_schedule", "widened_to"]
 
 ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Callable[..., Any]]]
 """Takes the next micro-batch and a stage of the model; gives its output and what makes of it a loss
@@ -27,12 +33,20 @@ def run_schedule(
     """What the forward steps gave besides their loss, in the order of `micros`; empty on stages
     other than the last. `chunks` are this rank's stages of the model, `micros` its micro-batches.
 
-    With `forward_only` nothing is differentiated.
+    With `forward_only` nothing is differentiated; otherwise the gradients are complete on return.
+    Where the layout wants rows of other widths, forward steps see the micro-batches with more
+    padding on the right, and nothing else changes.
+
+    Raises InvalidArgument where the layout cannot take these micro-batches.
     """
-    packed = micros[0].sequence_starts is not None
+    config = unwrap(chunks[0]).config
+    if config.sequence_parallel:
+        # Each rank of the group has an equal run of the sequence.
+        micros = [widened_to(micro, config.tensor_model_parallel_size) for micro in micros]
+    _check(config, micros, len(chunks))
     for chunk in chunks:
         # Stages tell each other the shape of what they send.
-        unwrap(chunk).config.variable_seq_lengths = packed
+        unwrap(chunk).config.variable_seq_lengths = len({m.tokens_BT.shape for m in micros}) > 1
     made: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
@@ -43,3 +57,62 @@ def run_schedule(
         forward_only=forward_only,
     )
     return made
+
+
+def widened_to(micro: MicroBatch, multiple: int) -> MicroBatch:
+    """The micro-batch with rows of the next multiple of `multiple` tokens, padded on the right."""
+    width = micro.tokens_BT.shape[1]
+    extra = -width % multiple
+    if not extra:
+        return micro
+    positions_BT = np.pad(micro.positions_BT, ((0, 0), (0, extra)))
+    if micro.sequence_starts is None:
+        positions_BT[:, width:] = np.arange(width, width + extra)
+    experts = _padded(micro.expert_ids, extra)
+    if experts is not None:
+        experts[:, width:] = np.arange(experts.shape[-1])  # any experts, but different ones
+    weights = _padded(micro.expert_weights, extra)
+    if weights is not None:
+        weights[:, width:] = 1 / weights.shape[-1]
+    return replace(
+        micro,
+        tokens_BT=np.pad(micro.tokens_BT, ((0, 0), (0, extra)), constant_values=PADDING_ID),
+        positions_BT=positions_BT,
+        columns_n=micro.columns_n // width * (width + extra) + micro.columns_n % width,
+        expert_ids=experts,
+        expert_weights=weights,
+        routed_BT=_padded(micro.routed_BT, extra),
+    )
+
+
+def _padded(values: Any, extra: int) -> Any:
+    """[B, T, …] with `extra` columns of zeros behind; None stays None."""
+    if values is None:
+        return None
+    return np.pad(values, ((0, 0), (0, extra), *((0, 0),) * (values.ndim - 2)))
+
+
+def _check(config: Any, micros: Sequence[MicroBatch], n_chunks: int) -> None:
+    packed = any(micro.sequence_starts is not None for micro in micros)
+    experts_divided = config.expert_model_parallel_size > 1
+    if packed and experts_divided and config.moe_token_dispatcher_type == "allgather":
+        raise _wrong(
+            "--moe-token-dispatcher-type",
+            "alltoall with --use-dynamic-batch-size: all-gather wants as many tokens on each rank",
+            "allgather",
+        )
+    pipeline = config.pipeline_model_parallel_size
+    if n_chunks > 1 and len(micros) % pipeline:
+        raise _wrong(
+            "--num-virtual-stages-per-pipeline-rank",
+            f"a multiple of {pipeline} micro-batches on each data-parallel rank: an interleaved "
+            "pipeline takes them in groups of its ranks",
+            len(micros),
+            "change --micro-batch-size or --global-batch-size",
+        )
+
+
+def _wrong(on: str, expected: object, found: object, do: str | None = None) -> InvalidArgument:
+    return InvalidArgument(
+        explain("running micro-batches", on=on, expected=expected, found=found, do=do)
+    )
