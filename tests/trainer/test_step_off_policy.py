@@ -16,6 +16,7 @@ from tests.trainer.test_step import (
     make_folder,
     make_state,
     plan_of,
+    reference_of,
     step,
 )
 from trainer.algorithms.losses import POLICY_LOSS_ALIASES, POLICY_LOSSES
@@ -212,10 +213,10 @@ def test_unbiased_kl_in_a_step(folder, other_model):
     """At ratio 1 the value is the same and the gradient is not."""
     batch = make_batch((0.0, 0.0, 0.0, 0.0))
     biased = AlgorithmSettings(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3")
-    plain = step(folder, batch, biased, reference=other_model)
-    result = step(
-        folder, batch, dataclasses.replace(biased, use_unbiased_kl=True), reference=other_model
-    )
+    unbiased = dataclasses.replace(biased, use_unbiased_kl=True)
+    models = reference_of(other_model)
+    plain = step(folder, batch, biased, models=models)
+    result = step(folder, batch, unbiased, models=models)
     assert result.step_committed.loss == plain.step_committed.loss
     assert result.step_committed.gradient_digest != plain.step_committed.gradient_digest
 
