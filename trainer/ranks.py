@@ -55,7 +55,7 @@ def data_parallel_rank() -> int:
 
 def data_parallel_size() -> int:
     """Number of shares that the micro-batches of a step are divided into."""
-    return int(parallel_state.get_data_parallel_world_size())
+    return int(parallel_state.get_data_parallel_world_size()) if dist.is_initialized() else 1
 
 
 def is_last_stage() -> bool:

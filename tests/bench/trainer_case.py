@@ -34,10 +34,14 @@ class Case:
     threads: int
     lr: float = 1e-6
     adam_beta2: float = 0.98
+    same_length: bool = False
+    """All responses as long as `median_response`: nothing is padded on either side."""
 
     @property
     def lengths_B(self) -> np.ndarray:
         """Response tokens of each sample."""
+        if self.same_length:
+            return np.full(self.samples, self.median_response, np.int64)
         return long_tailed(
             self.samples, median=self.median_response, longest=self.longest_response, seed=7
         )

@@ -108,8 +108,11 @@ def main() -> None:
                 number += 1
 
 
-def rollout_events(case: Case, rollout_step: int) -> list[list[Any]]:
-    """The appends of a rollout: prompts; segments; scores and decisions."""
+def rollout_events(case: Case, rollout_step: int, version: int | None = None) -> list[list[Any]]:
+    """The appends of a rollout: prompts; segments; scores and decisions.
+
+    `version` sampled it; None: the one that as many steps before it made.
+    """
     from ledger.events import PromptIssued, SampleDecided, SegmentGenerated
 
     first = rollout_step * case.samples
@@ -155,7 +158,7 @@ def rollout_events(case: Case, rollout_step: int) -> list[list[Any]]:
                     logprob_temperature=1.0,
                     span_starts=np.array([0], np.int32),
                     span_ends=np.array([length], np.int32),
-                    span_versions=np.array([rollout_step], np.int64),
+                    span_versions=np.array([rollout_step if version is None else version], np.int64),
                     temperature=1.0,
                     top_p=1.0,
                     top_k=-1,
