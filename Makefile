@@ -12,7 +12,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: help install demo demo-tiny test test-demo test-gpu check format bench clean
+.PHONY: help install demo demo-tiny test test-demo test-gpu check format bench bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -57,7 +57,10 @@ format: $(STAMP) ## rewrite the code in the project's format
 bench: $(BENCH_STAMP) ## the ledger against raw speed, its goals and today's habits; BENCH_ARGS=--quick
 	$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
-# The formats of others that are measured beside ours; nothing that is installed is changed for them.
+bench-gpu: $(STAMP) ## how well a CUDA device is used by the training step; BENCH_ARGS=--help
+	$(BIN)/python -m tests.bench.gpu $(BENCH_ARGS)
+
+# What others make, measured beside ours; nothing that is installed is changed for them.
 $(BENCH_STAMP): $(STAMP)
 	@$(BIN)/pip list --format=freeze --exclude-editable --disable-pip-version-check > $(VENV)/bench-constraint.txt
 	@$(BIN)/pip install --quiet --constraint $(VENV)/bench-constraint.txt --editable ".[bench]" \

@@ -22,7 +22,19 @@ from tests.bench.figures import Figure, print_table
 
 DEMO = Path("demo-out/ledger-smollm2")
 CACHE = Path(".bench-cache")
-PARTS = ("append", "commits", "scan", "query", "size", "grown", "keep", "peers", "share")
+PARTS = (
+    "append",
+    "commits",
+    "scan",
+    "query",
+    "size",
+    "grown",
+    "keep",
+    "peers",
+    "share",
+    "batch",
+    "train",
+)
 
 
 def main() -> int:
@@ -105,7 +117,17 @@ def _parts(
         if recorded is not None:
             yield from recorded_share(recorded, folder / "recorded", quick=quick)
 
-    parts = (append, commits, scan, query, size, grown, keep, peers, share)
+    def batch(folder: Path) -> Iterator[Figure]:
+        from tests.bench.batches import batch_figures
+
+        return batch_figures(folder, quick=quick)
+
+    def train(folder: Path) -> Iterator[Figure]:
+        from tests.bench.trainer_step import trainer_figures
+
+        return trainer_figures(folder, quick=quick)
+
+    parts = (append, commits, scan, query, size, grown, keep, peers, share, batch, train)
     return {part.__name__: part for part in parts}
 
 

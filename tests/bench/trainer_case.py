@@ -38,7 +38,7 @@ class Case:
     """All responses as long as `median_response`: nothing is padded on either side."""
 
     @property
-    def lengths_B(self) -> np.ndarray:
+    def lengths_B(self) -> np.ndarray:  # noqa: N802
         """Response tokens of each sample."""
         if self.same_length:
             return np.full(self.samples, self.median_response, np.int64)
@@ -105,7 +105,9 @@ def make_model(case: Case, folder: Path) -> int:
     model = transformers.LlamaForCausalLM(config).float()
     model.save_pretrained(folder)
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, case.vocab_size))]
-    tokenizer = Tokenizer(models.WordLevel(dict(zip(words, range(len(words)), strict=True)), "<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel(dict(zip(words, range(len(words)), strict=True)), "<pad>")
+    )
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)

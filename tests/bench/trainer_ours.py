@@ -158,7 +158,9 @@ def rollout_events(case: Case, rollout_step: int, version: int | None = None) ->
                     logprob_temperature=1.0,
                     span_starts=np.array([0], np.int32),
                     span_ends=np.array([length], np.int32),
-                    span_versions=np.array([rollout_step if version is None else version], np.int64),
+                    span_versions=np.array(
+                        [rollout_step if version is None else version], np.int64
+                    ),
                     temperature=1.0,
                     top_p=1.0,
                     top_k=-1,
