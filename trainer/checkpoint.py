@@ -42,8 +42,6 @@ from ledger.errors import AlreadyExists, LedgerError, StorageFailed, explain
 from ledger.weights import TensorRecord, weights_root
 from trainer.checkpoint_dist import Writing, read_shards, write_shards
 from trainer.checkpoint_files import (
-    DIST_FORMAT,
-    FORMAT,
     OPTIMIZER_FILE,
     STATE_FILE,
     check_digest,
@@ -56,6 +54,7 @@ from trainer.checkpoint_files import (
     read_tensors,
     sync,
 )
+from trainer.checkpoint_formats import DIST_FORMAT, FORMAT
 from trainer.critic import create_critic
 from trainer.digests import optimizer_root, records_of
 from trainer.ranks import by_all, by_writer, data_parallel_size, is_writer

@@ -13,9 +13,11 @@ only files whose hash is as recorded may be read.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,8 @@ class Writing:
 
         Raises what a writer raised.
         """
-        self._queue.maybe_finalize_async_calls(blocking=wait)
+        with _no_advice():
+            self._queue.maybe_finalize_async_calls(blocking=wait)
         return bool(self._queue.get_num_unfinalized_calls() == 0)
 
     def abandon(self) -> None:
@@ -73,13 +76,23 @@ def write_shards(state: TrainState, folder: Path, *, in_background: bool) -> Wri
     dist_checkpointing = _megatron()
     sharded = _sharded(state, _held(state))
     if not in_background:
-        dist_checkpointing.save(sharded, str(folder))
+        with _no_advice():
+            dist_checkpointing.save(sharded, str(folder))
         return None
     options: dict[str, Any] = {"async_sharded_save": True}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         # 0.19 would take a package of its own for it.
         options["async_strategy"] = "mcore"
-    return Writing(dist_checkpointing.save(sharded, str(folder), **options))
+    with _no_advice():
+        return Writing(dist_checkpointing.save(sharded, str(folder), **options))
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """Without torch's advice to Megatron that it should use other classes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def read_shards(state: TrainState, folder: Path, *, step: int, kinds: list[str]) -> None:
@@ -98,7 +111,8 @@ def read_shards(state: TrainState, folder: Path, *, step: int, kinds: list[str])
         for kind in kinds
     }
     try:
-        loaded = dist_checkpointing.load(_sharded(state, empty), str(folder))
+        with _no_advice():
+            loaded = dist_checkpointing.load(_sharded(state, empty), str(folder))
     except Exception as error:
         raise Corrupt(
             explain(

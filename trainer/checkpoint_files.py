@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ledger.errors import Corrupt, IncompatibleFormat, NotFound, explain
 from ledger.weights import TensorRecord, first_difference, weights_root
+from trainer.checkpoint_formats import DIST_FORMAT, FORMAT
 from trainer.digests import records_of
 from trainer.weights import WEIGHTS_FILE, read_safetensors
 from trainer.weights.files import is_weights_file
 
 __all__ = [
-    "DIST_FORMAT",
-    "FORMAT",
     "OPTIMIZER_FILE",
     "RANDOM_FILE",
     "STATE_FILE",
@@ -34,11 +33,6 @@ __all__ = [
     "read_tensors",
     "sync",
 ]
-
-FORMAT = "hf-safetensors-1"
-"""Stable name of the format, as in `checkpoint_saved`: tensors by canonical names."""
-DIST_FORMAT = "torch_dist-1"
-"""The one with Megatron's shards."""
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random_state.safetensors"

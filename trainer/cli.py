@@ -143,11 +143,13 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
 def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     """Where the run stands; what can be checked before anything is written is checked."""
     from trainer.begin import checkpoint_root, find_standing
+    from trainer.checkpoint_formats import format_of
     from trainer.tracking import check_tracking
 
     standing = find_standing(ledger, explicit)
     values = standing.values
     _check(values)
+    format_of(values)
     check_tracking(values, ledger.root)
     checkpoint_root(ledger, standing)
     if ranks_of(values) == 1:
@@ -321,8 +323,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
             num_rollout=values["num_rollout"],
             save_interval=values["save_interval"],
             eval_interval=values["eval_interval"],
-            checkpoints=opened.checkpoints,
-            model_dir=opened.model_dir,
+            saver=opened.saver,
             progress=progress,
             tracker=tracker,
         )

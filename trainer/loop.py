@@ -13,24 +13,23 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from ledger.encode import events_of
 from ledger.errors import Diverged, explain
-from ledger.events import CheckpointSaved, EvalScored, StepCommitted, WeightsPublished
+from ledger.events import EvalScored, StepCommitted, WeightsPublished
 from ledger.numbering import VERSION_SPAN, local_number, run_number
 from ledger.store import Ledger
 from ledger.weights import TensorRecord, first_difference
 from ledger.writer import Writer
-from trainer.checkpoint import save_checkpoint
 from trainer.compare import compare_steps, records_of_event
 from trainer.frozen import FrozenModel, StepModels
 from trainer.history import History
 from trainer.processes import from_writer, is_writer, wait_for_head
 from trainer.progress import StepProgress
+from trainer.saving import Saver
 from trainer.selection import select_kept
 from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.state import TrainState
@@ -38,7 +37,7 @@ from trainer.step import StepResult
 from trainer.stepping import PlannedStep, take_rollout
 from trainer.tracking import Tracker
 
-__all__ = ["LoopSummary", "Place", "RolloutOutcome", "RolloutSide", "TrainingLoop", "checkpoint_of"]
+__all__ = ["LoopSummary", "Place", "RolloutOutcome", "RolloutSide", "TrainingLoop"]
 
 
 class RolloutOutcome(Protocol):
@@ -143,9 +142,7 @@ class TrainingLoop:
     num_rollout: int
     save_interval: int
     eval_interval: int | None
-    checkpoints: Path
-    model_dir: Path
-    """Tokenizer and configuration, copied into every checkpoint."""
+    saver: Saver
     progress: StepProgress
     tracker: Tracker | None = None
     """Where the metrics of committed events go besides the ledger."""
@@ -163,6 +160,14 @@ class TrainingLoop:
             (e.weight_version, (e.source, len(e.source_rows), e.seed, e.verifier))
             for e in events_of(scored, EvalScored)
         )
+        try:
+            self._run()
+        except BaseException:
+            self.saver.abandon()
+            raise
+        return self.place
+
+    def _run(self) -> None:
         for rollout_step, samples in self._rollouts():
             if is_writer():
                 self._evaluate_if_due(rollout_step)
@@ -179,7 +184,7 @@ class TrainingLoop:
         if is_writer():
             self._evaluate_if_due(None)
         self._save()
-        return self.place
+        self.saver.collect(wait=True)
 
     def _rollouts(self) -> Iterable[tuple[int, list[np.ndarray] | None]]:
         if self.recorded is None:
@@ -247,6 +252,7 @@ class TrainingLoop:
             self._made = result.weights
             self.place = Place(plan.weight_version_out, plan.step + 1, rollout_step + 1)
             self._show(plan, result)
+            self.saver.collect(wait=False)
             began = time.perf_counter()
 
     def _engine_is_due(self, plan: PlannedStep, last: PlannedStep) -> bool:
@@ -340,16 +346,11 @@ class TrainingLoop:
             return
         began = time.perf_counter()
         self.progress.doing(f"checkpoint of version {version}")
-        event = checkpoint_of(
-            self.ledger,
+        self.saver.save(
             self.state,
-            self.checkpoints / f"v{version:06d}",
-            model_dir=self.model_dir,
             weight_version=version,
             step=self.place.step - 1 if self.place.step else None,
         )
-        if self.writer is not None and event is not None:
-            self.writer.append([event])
         self._saved.add(version)
         self.summary.spent("checkpoint", began)
 
@@ -396,34 +397,3 @@ class TrainingLoop:
         shown["grad_norm"] = result.metrics["grad_norm"]
         shown["mismatch"] = result.metrics["logprob_mismatch_max"]
         self.progress.step(plan.step, plan.weight_version_out, tokens, shown)
-
-
-def checkpoint_of(
-    ledger: Ledger,
-    state: TrainState,
-    folder: Path,
-    *,
-    model_dir: Path,
-    weight_version: int,
-    step: int | None,
-) -> CheckpointSaved:
-    """Write the state of a version to `folder`, durably, and give the event that says so."""
-    saved = save_checkpoint(state, folder, model_dir=model_dir)
-    absolute = folder.absolute()
-    if ledger.root is not None and absolute.is_relative_to(ledger.root):
-        location = absolute.relative_to(ledger.root)
-    else:
-        location = absolute
-    return CheckpointSaved(
-        weight_version=weight_version,
-        step=step,
-        weights_root=saved.weights_root,
-        optimizer_digest=saved.optimizer_digest,
-        random_state_digest=saved.random_state_digest,
-        format=saved.format,
-        location=str(location),
-        files=list(saved.files),
-        file_hashes=list(saved.file_hashes),
-        file_sizes=np.array(saved.file_sizes, np.int64),
-        save_time_s=saved.save_time_s,
-    )

@@ -19,14 +19,16 @@ from ledger.store import Ledger
 from ledger.writer import Writer
 from trainer.algorithms.needs import needs_values
 from trainer.begin import Standing, checkpoint_root, find_standing
+from trainer.checkpoint_formats import FORMAT, format_of
 from trainer.critic import create_critic, critic_settings
 from trainer.history import History, read_history
-from trainer.loop import Place, checkpoint_of
+from trainer.loop import Place
 from trainer.model import read_config
 from trainer.parallel import determinism_report
 from trainer.processes import from_writer, is_writer, wait_for_head
 from trainer.reconfigure import reconfigure
 from trainer.restore import check_checkpoint, checkpoint_folder, restore
+from trainer.saving import Saver, checkpoint_of
 from trainer.settings import algorithm_settings, optimizer_settings, parallel_settings
 from trainer.state import TrainState, create_state
 from trainer.step_events import weights_event
@@ -58,9 +60,7 @@ class Opened:
     place: Place
     recorded: list[StepCommitted] | None
     """With recorded data: the steps whose samples come next."""
-    model_dir: Path
-    """The checkpoint of the run's first version: configuration and tokenizer."""
-    checkpoints: Path
+    saver: Saver
     library: ModelLibrary
     """Finds the other models of the steps."""
     restore_time_s: float
@@ -124,8 +124,16 @@ def open_branch(
         history=history,
         place=place,
         recorded=recorded,
-        model_dir=checkpoint_folder(ledger, history.checkpoints[_start(standing, history, place)]),
-        checkpoints=checkpoints,
+        saver=Saver(
+            ledger=ledger,
+            writer=writer,
+            checkpoints=checkpoints,
+            model_dir=checkpoint_folder(
+                ledger, history.checkpoints[_start(standing, history, place)]
+            ),
+            form=format_of(standing.values),
+            in_background=standing.values["async_save"],
+        ),
         library=library,
         restore_time_s=time.perf_counter() - began,
     )
@@ -170,8 +178,9 @@ def _share(ledger: Ledger, standing: Standing) -> Standing:
 
 
 def model_folder(ledger: Ledger, standing: Standing) -> Path:
-    """Where configuration and tokenizer are: --hf-checkpoint of a new run, else the checkpoint
-    that the branch goes on from, checked.
+    """A model that the engine can start from: --hf-checkpoint of a new run, else the checkpoint
+    that the branch goes on from, or, where that one is Megatron's, the last one before it that is
+    not. It is checked.
 
     Raises InvalidArgument without --hf-checkpoint, NotFound where there is no model in it, and what
     `check_checkpoint` raises.
@@ -179,7 +188,13 @@ def model_folder(ledger: Ledger, standing: Standing) -> Path:
     if standing.history is not None:
         recorded = remaining_recorded(standing.history, standing)
         place = _place(standing.history, standing, recorded)
-        return check_checkpoint(ledger, standing.history, _start(standing, standing.history, place))
+        start = _start(standing, standing.history, place)
+        saved = standing.history.checkpoints
+        # A run's first version is always there by canonical names.
+        named = [
+            v for v in standing.history.path(start) if v in saved and saved[v].format == FORMAT
+        ]
+        return check_checkpoint(ledger, standing.history, named[-1] if named else start)
     if not standing.values["hf_checkpoint"]:
         raise InvalidArgument(
             explain(
@@ -270,7 +285,7 @@ def _start_run(
         weight_version=0,
         step=None,
     )
-    if writer is not None and saved is not None:
+    if writer is not None:
         writer.append([started, weights, saved])
     return state
 

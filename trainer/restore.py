@@ -19,8 +19,9 @@ from ledger.encode import events_of
 from ledger.errors import Diverged, explain
 from ledger.events import SignalRecorded, StepCommitted
 from ledger.store import Ledger
-from trainer.checkpoint import CRITIC_FOLDER, DIST_FORMAT, load_checkpoint, load_critic
+from trainer.checkpoint import CRITIC_FOLDER, load_checkpoint, load_critic
 from trainer.checkpoint_files import STATE_FILE
+from trainer.checkpoint_formats import DIST_FORMAT
 from trainer.compare import Divergence, compare_signals, compare_steps, records_of_event
 from trainer.history import History
 from trainer.microbatch import recorded_partition

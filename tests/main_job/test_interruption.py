@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import trainer.loop
+import trainer.saving
 from ledger import open_ledger
 from ledger.errors import InvalidArgument
 from ledger.writer import Writer
@@ -31,7 +31,7 @@ class Axe:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
         self.points: list[str] = []
         self._at = at
-        append, save = Writer.append, trainer.loop.save_checkpoint
+        append, save = Writer.append, trainer.saving.save_checkpoint
 
         def guarded_append(writer: Writer, events: Any, **keywords: Any) -> Any:
             kinds = "+".join(sorted({type(e).KIND for e in events}))
@@ -46,7 +46,7 @@ class Axe:
             return saved
 
         monkeypatch.setattr(Writer, "append", guarded_append)
-        monkeypatch.setattr(trainer.loop, "save_checkpoint", guarded_save)
+        monkeypatch.setattr(trainer.saving, "save_checkpoint", guarded_save)
 
     def pass_point(self, name: str) -> None:
         self.points.append(name)

@@ -22,6 +22,25 @@ OPTIONS: tuple[Option, ...] = (
         "rollout steps between checkpoints; the first and the last version are always saved",
         within=COUNT,
     ),
+    Option(
+        "ckpt_format",
+        "checkpoint",
+        str,
+        None,
+        "format of checkpoints: 'hf' (canonical names, one writer) or 'torch_dist' (Megatron's "
+        "shards, one writer a rank); default: hf on one rank, torch_dist on several. Each can be "
+        "gone on from in any layout; the first version is always hf",
+        content=False,
+        choices=("hf", "torch_dist"),
+    ),
+    Option(
+        "async_save",
+        "checkpoint",
+        bool,
+        False,
+        "write checkpoints while the training goes on; needs --ckpt-format torch_dist",
+        content=False,
+    ),
     place("save", "checkpoint", str, None, "folder of checkpoints; default: inside the ledger"),
     place(
         "ref_load",
