@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ledger.errors import InvalidArgument, explain
-from trainer.options import OPTIONS
+from trainer.options import OPTIONS, Option, passed_on_options
 from trainer.ranges import LARGEST_FLOAT
 from trainer.rank_count import with_ranks
 from trainer.settings_conditions import WITH_CONSTANT
 
-__all__ = ["check_values", "content_of", "defaults", "places_of", "validate"]
+__all__ = ["check_values", "content_of", "defaults", "passed_on", "places_of", "validate"]
 
 
 def defaults() -> dict[str, Any]:
@@ -21,8 +21,21 @@ def defaults() -> dict[str, Any]:
 
 
 def content_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that decide what comes out."""
-    return {o.name: values[o.name] for o in OPTIONS if o.content and o.name in values}
+    """The options that decide what comes out. Of Megatron's own those that were given."""
+    return {o.name: values[o.name] for o in _options(values) if o.content and o.name in values}
+
+
+_OWN = frozenset(option.name for option in OPTIONS)
+
+
+def _options(values: Mapping[str, Any]) -> Sequence[Option]:
+    """All options that `values` may be of; Megatron's are looked up where there is one."""
+    return OPTIONS if values.keys() <= _OWN else (*OPTIONS, *passed_on_options())
+
+
+def passed_on(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of Megatron's own settings among `values`: what is no option of this package."""
+    return {name: value for name, value in values.items() if name not in _OWN}
 
 
 def places_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +49,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     Raises InvalidArgument, naming the flag: a number that is not finite or out of its range, an
     empty text, a JSON object with a number that is not finite.
     """
-    for option in OPTIONS:
+    for option in _options(values):
         value = values.get(option.name)
         if value is None:
             continue

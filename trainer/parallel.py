@@ -16,6 +16,7 @@ from trainer.megatron import (
     model_parallel_cuda_manual_seed,
     parallel_state,
 )
+from trainer.megatron_args import check_on_device
 from trainer.settings import ParallelSettings
 
 __all__ = ["determinism_report", "device", "initialize", "seed_everything", "shutdown"]
@@ -49,11 +50,12 @@ def initialize(
     A rank that waits longer than `timeout_minutes` for the others raises torch's error.
 
     Raises InvalidArgument where the layout cannot be run by these ranks, or differs from the one
-    that was started.
+    that was started, and where a setting for Megatron cannot work here.
     """
     global _started
     world_size = dist.get_world_size() if dist.is_initialized() else _environment()[1]
     check_layout(settings, world_size, cuda=torch.cuda.is_available())
+    check_on_device(settings.megatron, cuda=torch.cuda.is_available())
     asked = (settings, num_threads, deterministic)
     if _started is not None and _started != asked:
         raise InvalidArgument(

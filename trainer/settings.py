@@ -460,7 +460,8 @@ def optimizer_settings(values: Mapping[str, Any]) -> OptimizerSettings:
 
 
 def parallel_settings(values: Mapping[str, Any]) -> ParallelSettings:
-    """From the options of `trainer.options`, by name."""
-    return ParallelSettings(
-        **{f.name: values[f.name] for f in fields(ParallelSettings) if f.name in values}
-    )
+    """From the options of `trainer.options`, by name; what is none of them is Megatron's own."""
+    from trainer.option_values import passed_on
+
+    chosen = {f.name: values[f.name] for f in fields(ParallelSettings) if f.name in values}
+    return ParallelSettings(**chosen, megatron=passed_on(values))

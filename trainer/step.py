@@ -166,6 +166,7 @@ def run_step(
             algorithm, state.settings, sizes, None if critic is None else critic.settings
         ),
         **models.record(),
+        **({"megatron": dict(state.parallel.megatron)} if state.parallel.megatron else {}),
     }
     settings, settings_id = canonical_json(all_settings), json_digest(all_settings)
     trainer_N = outcome.log_probs_N if old_log_probs_N is None else old_log_probs_N

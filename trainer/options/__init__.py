@@ -28,9 +28,10 @@ from trainer.options import (
     routing,
     tracking,
 )
+from trainer.options.megatron import megatron_options, refused_fields
 from trainer.options.option import Group, Option
 
-__all__ = ["OPTIONS", "Option", "add_options"]
+__all__ = ["OPTIONS", "Option", "add_options", "passed_on_options"]
 
 OPTIONS: tuple[Option, ...] = (
     *ledger.OPTIONS,
@@ -46,6 +47,14 @@ OPTIONS: tuple[Option, ...] = (
     *models.OPTIONS,
     *tracking.OPTIONS,
 )
+
+_NAMES = frozenset(option.name for option in OPTIONS)
+
+
+def passed_on_options() -> tuple[Option, ...]:
+    """Megatron-Core's own settings: options without a default here, recorded where given."""
+    return megatron_options(_NAMES)
+
 
 _TITLES: Mapping[Group, str] = {
     "ledger": "ledger",
@@ -71,8 +80,38 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def add_options(parser: argparse.ArgumentParser, options: Sequence[Option] = OPTIONS) -> None:
-    """Add the options, grouped. What is not given on the command line is absent from the result."""
+class _OneOrMore(argparse.Action):
+    """A list, or the value itself where only one is given."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def _refusing(reason: str) -> Any:
+    def refuse(text: str) -> Any:
+        raise argparse.ArgumentTypeError(f"not passed on to Megatron-Core: {reason}")
+
+    return refuse
+
+
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option] | None = None) -> None:
+    """Add the options, grouped. What is not given on the command line is absent from the result.
+
+    Without `options`: all of this package and of Megatron-Core. A field of Megatron's that cannot
+    be given is an option as well, which says why.
+    """
+    if options is None:
+        options = (*OPTIONS, *passed_on_options())
+        for field in refused_fields(_NAMES):
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                dest=field.name,
+                nargs="?",
+                const="",
+                type=_refusing(field.refusal or ""),
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
     for group, title in _TITLES.items():
         section = parser.add_argument_group(title)
         for option in options:
@@ -89,8 +128,14 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option] = OPT
             elif option.type == "json":
                 keywords.update(type=_json_object, metavar="JSON")
             else:
-                metavar = {int: "N", float: "X", str: "NAME"}[option.type]
-                keywords.update(type=option.type, choices=option.choices)
+                kind = option.type
+                if isinstance(kind, str):
+                    keywords["nargs"] = "+"
+                    if kind.endswith("+"):
+                        keywords["action"] = _OneOrMore
+                    kind = {"int": int, "float": float, "str": str}[kind[:-1]]
+                metavar = {int: "N", float: "X", str: "NAME"}[kind]
+                keywords.update(type=kind, choices=option.choices)
                 if option.choices is None:
                     keywords["metavar"] = metavar
             section.add_argument(option.flag, **keywords)

@@ -31,7 +31,8 @@ class Option:
     """With underscores; the flag has dashes."""
     group: Group
     type: Any
-    """int, float, str; bool for a switch; 'json' for a JSON object."""
+    """int, float, str; bool for a switch; 'json' for a JSON object; 'ints', 'floats', 'strs' for a
+    list, and with '+' in place of the 's' for a list or one value."""
     default: Any
     help: str
     content: bool = True
