@@ -47,6 +47,7 @@ PRESETS: Mapping[str, tuple[Default, ...]] = {
         Default("single_sample_advantage", "reward", "core_algos.py: a lone score has mean 0"),
         Default("gdpo_whitening", "token", "core_algos.py: masked_whiten over tokens"),
         Default("normalize_advantages", True, "core_algos.py: GAE is whitened", _PPO),
+        Default("value_clip", 0.5, "config/critic/critic.yaml: cliprange_value", _PPO),
         Default(
             "eps_clip_c",
             3.0,

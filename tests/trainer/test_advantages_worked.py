@@ -300,7 +300,7 @@ def test_gdpo_without_the_parts_it_needs(said, message):
         advantages("gdpo", [1, 1], **said)
 
 
-TEACHER = {"teacher": [-1, np.nan, -0.5], "log_probs": [-2, -1, -0.25], "mask": [1, 0, 1]}
+TEACHER = {"teacher": [-1, -np.inf, -0.5], "log_probs": [-2, -np.inf, -0.25], "mask": [1, 0, 1]}
 
 
 def test_distillation():

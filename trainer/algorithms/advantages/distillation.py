@@ -31,8 +31,10 @@ def teacher_term(batch: RewardBatch, settings: AlgorithmSettings) -> Floats:
         raise missing(
             settings.advantage_estimator,
             "log-probs of each token by the teacher and by the policy before the step",
-            "give a teacher, or leave distillation out",
+            "give a teacher with --opd-teacher-load, or leave distillation out",
         )
-    difference_N = batch.teacher_log_probs_N.astype(np.float64)
-    difference_N -= batch.log_probs_N.astype(np.float64)
-    return settings.opd_kl_coef * np.where(batch.taken_N, difference_N, 0.0)
+    taken = batch.taken_N  # elsewhere both may be infinite, whose difference is a warning
+    out_N = np.zeros(len(taken), np.float64)
+    out_N[taken] = batch.teacher_log_probs_N[taken].astype(np.float64)
+    out_N[taken] -= batch.log_probs_N[taken].astype(np.float64)
+    return settings.opd_kl_coef * out_N
