@@ -71,7 +71,7 @@ def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     check_values(explicit)
     if "from_version" in explicit:
         return _fork(ledger, explicit)
-    explicit = spelled_out(explicit)
+    said, explicit = explicit, spelled_out(explicit)
     run_id = explicit.get("run_id") or (
         DEFAULT_RUN if not ledger.runs() else ledger.run(None).run_id
     )
@@ -107,15 +107,16 @@ def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
             parent_branch=None,
             fork_version=None,
             changed={},
-            explicit=explicit,
+            explicit=said,
             limit=explicit.get("num_rollout"),
         )
-    return _resume(ledger, run_id, branch, explicit)
+    return _resume(ledger, run_id, branch, said)
 
 
-def _resume(ledger: Ledger, run_id: str, branch: str, explicit: Mapping[str, Any]) -> Standing:
+def _resume(ledger: Ledger, run_id: str, branch: str, said: Mapping[str, Any]) -> Standing:
     info = ledger.branch(run_id, branch)
     recorded, recorded_places = _recorded(ledger, run_id, branch)
+    explicit = spelled_out(said, recorded)
     given = content_of(explicit)
     different = {k: v for k, v in given.items() if _plain(v) != recorded.get(k)}
     if different:
@@ -140,7 +141,7 @@ def _resume(ledger: Ledger, run_id: str, branch: str, explicit: Mapping[str, Any
         parent_branch=info.parent,
         fork_version=info.fork_version,
         changed={},
-        explicit=explicit,
+        explicit=said,
         limit=explicit.get("num_rollout"),
     )
 

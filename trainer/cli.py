@@ -264,6 +264,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
             group_filter=values["dynamic_sampling_filter_path"]
             if opened.recorded is None
             else None,
+            given=standing.explicit,
         ):
             progress.say(f"note: {note}")
         tracker = None

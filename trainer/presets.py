@@ -126,10 +126,18 @@ def preset_values(
 ) -> dict[str, Any]:
     """The defaults that a preset sets beside what is given; nothing that is given is in it.
 
-    Where neither says anything, `recorded` does, and then the option's own default.
+    Where neither says anything, `recorded` does, and then the option's own default. What another
+    preset has set in `recorded` goes back to that default.
     """
+    recorded, own = recorded or {}, defaults()
     values: dict[str, Any] = {}
-    known = {**defaults(), **(recorded or {}), **explicit}
+    if recorded.get("preset") not in (None, name):
+        values = {
+            default.option: own[default.option]
+            for default in PRESETS[recorded["preset"]]
+            if default.option not in explicit and recorded.get(default.option) == default.value
+        }
+    known = {**own, **recorded, **explicit}
     for default in PRESETS[name]:
         holds = {**known, **values}
         if default.option not in explicit and all(

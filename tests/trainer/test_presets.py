@@ -118,7 +118,22 @@ def test_a_new_run_records_what_came_of_preset_and_spelling(tmp_path):
     assert recorded["single_sample_advantage"] == "reward"
     assert recorded["advantage_epsilon"] == 0.5
     # Said again it stands for the same: a run that is continued is not refused.
-    assert spelled_out(standing.explicit) == standing.explicit
+    assert {**standing.explicit, "ledger": None} == {**said, "ledger": None}
+    assert spelled_out(spelled_out(said)) == spelled_out(said)
+
+
+def test_another_preset_takes_back_what_the_first_has_set():
+    recorded = validate(spelled_out({"preset": "verl", "mis_upper_bound": 5.0}))
+    assert recorded["eps_clip_c"] == 3.0
+    again = spelled_out({"preset": "slime", "gdpo_whitening": "token"}, recorded)
+    assert again["eps_clip_c"] is None
+    assert again["loss_aggregation"] == "rollout"
+    assert again["gdpo_whitening"] == "token"
+    assert "mis_upper_bound" not in again
+    # What was given beside the first preset is not its own.
+    recorded["eps_clip_c"] = 7.0
+    assert "eps_clip_c" not in spelled_out({"preset": "slime"}, recorded)
+    assert spelled_out({"preset": "verl"}, recorded)["eps_clip_c"] == 3.0
 
 
 def test_parts_and_weights_of_gdpo_are_lists_with_commas():
@@ -153,11 +168,14 @@ def test_one_sample_with_its_reward_and_with_a_filter():
 
 def test_a_setting_that_the_estimator_does_not_look_at_is_said():
     settings = AlgorithmSettings(advantage_estimator="rloo", gamma=0.9, lambd=0.5)
-    assert algorithm_notes(settings, n_samples_per_prompt=8) == [
+    given = {"gamma", "lambd", "lr"}
+    assert algorithm_notes(settings, n_samples_per_prompt=8, given=given) == [
         "--advantage-estimator rloo does not look at --gamma, --lambd"
     ]
-    settings = AlgorithmSettings(advantage_estimator="ppo", gamma=0.9, lambd=0.5)
+    # What a preset or a recorded run sets was not asked for here.
     assert not algorithm_notes(settings, n_samples_per_prompt=8)
+    settings = AlgorithmSettings(advantage_estimator="ppo", gamma=0.9, lambd=0.5)
+    assert not algorithm_notes(settings, n_samples_per_prompt=8, given=given)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 
 from trainer.algorithms.advantages import ESTIMATORS
@@ -45,11 +46,16 @@ _USED_BY: dict[str, frozenset[str]] = {
 
 
 def algorithm_notes(
-    settings: AlgorithmSettings, *, n_samples_per_prompt: int, group_filter: str | None = None
+    settings: AlgorithmSettings,
+    *,
+    n_samples_per_prompt: int,
+    group_filter: str | None = None,
+    given: Collection[str] = (),
 ) -> list[str]:
     """Sentences for the reader of a run's first lines; none where there is nothing to say.
 
-    `group_filter` is the dynamic sampling filter by its name, None where groups are not filtered.
+    `group_filter` is the dynamic sampling filter by its name, None where groups are not filtered;
+    `given` are the options that were said explicitly.
     """
     name = settings.advantage_estimator
     notes = []
@@ -65,7 +71,9 @@ def algorithm_notes(
         unused = [
             setting
             for setting, estimators in sorted(_USED_BY.items())
-            if name not in estimators and getattr(settings, setting) != defaults[setting]
+            if setting in given
+            and name not in estimators
+            and getattr(settings, setting) != defaults[setting]
         ]
         if unused:
             flags = ", ".join(f"--{setting.replace('_', '-')}" for setting in unused)
