@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
 from trainer.megatron import (
+    MLASelfAttention,
     TransformerConfig,
     gather_from_tensor_model_parallel_region,
     get_bias_dropout_add,
@@ -18,7 +19,13 @@ from trainer.megatron import (
 )
 from trainer.packed_attention import CoreAttention
 
-__all__ = ["LatentAttention", "NormedResidual", "RMSNorm", "gather_latent"]
+__all__ = [
+    "LatentAttention",
+    "LatentSelfAttention",
+    "NormedResidual",
+    "RMSNorm",
+    "gather_latent",
+]
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -95,6 +102,20 @@ class LatentAttention(CoreAttention):
                 )
             )
         super().__init__(**arguments)
+
+
+class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]  # Megatron has no types
+    """Megatron's latent attention with the projections and norms that its spec names.
+
+    0.19 derives them anew, and takes a configuration without a low rank of the queries for one that
+    norms queries inside their projection, which DeepSeek's models do not.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Megatron 0.19 calls it with the spec's modules; 0.16 builds these by itself."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        norms = ("q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in (*names, *norms)}
 
 
 def gather_latent(down_projection: Any, _: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -13,7 +13,13 @@ from typing import Any, cast
 from torch.nn import functional
 
 from trainer.architecture import Architecture, Experts, Latent
-from trainer.layer_modules import LatentAttention, NormedResidual, RMSNorm, gather_latent
+from trainer.layer_modules import (
+    LatentAttention,
+    LatentSelfAttention,
+    NormedResidual,
+    RMSNorm,
+    gather_latent,
+)
 from trainer.megatron import (
     GPTModel,
     LayerType,
@@ -205,10 +211,13 @@ def _layer_spec(
     attention = parts.self_attention.submodules
     attention.core_attention = CoreAttention
     if architecture.latent is not None:
+        parts.self_attention.module = LatentSelfAttention
         attention.core_attention = LatentAttention
         eps = architecture.latent.norm_eps
         norm = ModuleSpec(RMSNorm, params={"own_eps": eps})
-        attention.q_layernorm = attention.kv_layernorm = norm
+        attention.kv_layernorm = norm
+        if architecture.latent.q_lora_rank is not None:
+            attention.q_layernorm = norm
     elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if architecture.sandwich_norms:

@@ -52,6 +52,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -69,6 +70,7 @@ __all__ = [
     "Float16Module",
     "GPTModel",
     "LayerType",
+    "MLASelfAttention",
     "MLATransformerConfig",
     "ModuleSpec",
     "OptimizerConfig",
