@@ -7,6 +7,7 @@ float32; that they take the same step is checked by the norm of its gradient.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -15,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tests.bench.figures import Figure
 from tests.bench.samples import emptied
@@ -58,6 +58,8 @@ FULL = Case(
 )
 _ROOT = Path(__file__).parents[2]
 _OURS = ("packed", "packed-flash", "padded")
+_LEVEL = dataclasses.replace(FULL, same_length=True, median_response=144)
+"""The same number of tokens in responses of one length: nobody pads anything."""
 _NAMES = {
     "packed": "packed by tokens, as recorded",
     "packed-flash": "packed, attention by torch's kernel",
@@ -117,11 +119,19 @@ def trainer_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
             note="trl is not installed: pip install -e '.[bench]'",
         )
         return
-    case = QUICK if quick else FULL
     emptied(folder)
+    if quick:
+        yield from _figures(QUICK, folder / "long-tailed", "long-tailed", repetitions=1)
+        return
+    yield from _figures(FULL, folder / "long-tailed", "long-tailed", repetitions=3)
+    yield from _figures(_LEVEL, folder / "one-length", "one length", repetitions=2)
+
+
+def _figures(case: Case, folder: Path, lengths: str, *, repetitions: int) -> Iterator[Figure]:
     parameters = make_model(case, folder / "model")
-    taken = _measure(case, folder, repetitions=1 if quick else 4)
+    taken = _measure(case, folder, repetitions=repetitions)
     trl = taken.pop("trl")
+    tailed = lengths == "long-tailed"
     what = (
         f"{parameters / 1e6:.0f}M parameters, {case.samples} samples, {case.tokens:,} tokens, "
         f"{case.threads} threads"
@@ -130,15 +140,16 @@ def trainer_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
     for how, one in taken.items():
         _same_step(how, one["grad_norm"], trl["grad_norm"])
         whole, whole_trl = (side["seconds"] + side["score_s"] for side in (one, trl))
+        cpu, cpu_trl = (side["cpu_seconds"] + side["score_cpu_s"] for side in (one, trl))
         yield Figure(
             group=GROUP,
-            name=f"old log-probs, step, all recorded: {_NAMES[how]}",
+            name=f"{lengths}: {_NAMES[how]}",
             against="TRL's GRPOTrainer, no recording",
             ratio=whole_trl / whole,
-            goal=1.2 if how == "packed" and not quick else None,
+            goal=1.2 if how == "packed" and tailed and case is not QUICK else None,
             note=f"{case.tokens / whole:.0f} tokens/s against {case.tokens / whole_trl:.0f}: "
             f"old log-probs {one['score_s']:.2f} s against {trl['score_s']:.2f}, step "
-            f"{one['seconds']:.2f} against {trl['seconds']:.2f}; peak "
+            f"{one['seconds']:.2f} against {trl['seconds']:.2f}; in CPU time {cpu_trl / cpu:.2f}; peak "
             f"{one['peak_bytes'] / 1e9:.2f} GB against {trl['peak_bytes'] / 1e9:.2f}; {what}",
             details={f"ours_{k}": v for k, v in one.items()}
             | {f"trl_{k}": v for k, v in trl.items()}
@@ -146,15 +157,15 @@ def trainer_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
         )
     packed = taken["packed"]
     for name, key, goal in (
-        ("ledger, in the packed step", "ledger_s", 0.01),
-        ("digests, in the packed step", "digest_s", None),
+        (f"ledger, in the packed step, {lengths}", "ledger_s", 0.01),
+        (f"digests, in the packed step, {lengths}", "digest_s", None),
     ):
         yield Figure(
             group=GROUP,
             name=name,
             against="wall time of the step",
             ratio=packed[key] / packed["seconds"],
-            goal=None if quick else goal,
+            goal=None if case is QUICK else goal,
             at_most=True,
             unit="%",
             note=f"{1e3 * packed[key]:.0f} ms of {packed['seconds']:.2f} s, no generation in it"
@@ -181,7 +192,8 @@ def _measure(case: Case, folder: Path, *, repetitions: int) -> dict[str, dict[st
             for name, side in sides.items():
                 step = side.ask("step")
                 scored = side.ask("score")
-                told.setdefault(name, []).append(step | {"score_s": scored["seconds"]})
+                step |= {"score_s": scored["seconds"], "score_cpu_s": scored["cpu_seconds"]}
+                told.setdefault(name, []).append(step)
     finally:
         for side in sides.values():
             side.close()
@@ -198,14 +210,3 @@ def _same_step(how: str, found: float, expected: float) -> None:
         raise RuntimeError(
             f"the norm of the gradient is {found} ({how}) and {expected} (TRL): not the same step"
         )
-
-
-def _main() -> None:
-    """One measurement alone: `python -m tests.bench.trainer_step FOLDER [--quick]`."""
-    figures: list[Any] = list(trainer_figures(Path(sys.argv[1]), quick="--quick" in sys.argv))
-    for figure in figures:
-        print(figure.name, figure.shown(), figure.note)
-
-
-if __name__ == "__main__":
-    _main()
