@@ -226,9 +226,12 @@ class Reader:
         if before is None or done > self.head_seq:
             done, before, mapped = 0, None, True
         chosen = self._chosen(kind, where, after=done)
-        table = self._join(kind, chosen, read)
-        if before is not None:
-            table = pa.concat_tables([before, table]) if chosen else before
+        if before is not None and not chosen:
+            table = before
+        else:
+            table = self._join(kind, chosen, read)
+            if before is not None:
+                table = pa.concat_tables([before, table])
         # A table in which this state cuts a segment short cannot be built upon.
         if all(s.last_seq <= self.head_seq for s in chosen[-1:]):
             # What is mapped takes no memory; what was decoded or fetched does.

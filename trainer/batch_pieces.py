@@ -2,8 +2,8 @@
 
 All pieces are brought into the order of samples and starts; their tokens, one after the other,
 then *are* the flat batch, and whatever is per piece is repeated by lengths. Everything is Arrow
-and numpy: the rows are selected from the mapped files and copied once, which takes a tenth of the
-time of a query over list columns.
+and numpy: what is per token is copied once, from the mapped files into the batch, which takes a
+small part of the time of a query over list columns.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from ledger.errors import InvalidEvent, NotFound, explain
 from ledger.events import UNKNOWN_VERSION
 from ledger.views import TableSource
+from trainer.batch_lists import joined, views_of
 from trainer.batch_rows import positions_of, select_rows
 
 __all__ = ["Pieces", "read_pieces"]
@@ -26,6 +27,8 @@ __all__ = ["Pieces", "read_pieces"]
 _PROMPT, _SEGMENT, _OBSERVATION = 0, 1, 2
 _PROMPT_COLUMNS = ("group_index", "indices", "rollout_ids", "tokens")
 _SHARED_COLUMNS = ("index", "rollout_id", "start", "tokens")
+_BY_VIEW = ("tokens", "rollout_log_probs")
+"""Columns of a value a token, which are copied once, into the batch."""
 _SEGMENT_COLUMNS = (
     *_SHARED_COLUMNS,
     "segment",
@@ -62,12 +65,13 @@ class Pieces:
 
 def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces:
     """Read and join the pieces of the samples; raises as `load_batch` does."""
-    table = _ordered_pieces(reader, indices_B)
+    sources, table = _ordered_pieces(reader, indices_B)
     n_samples = len(indices_B)
     position_P = _numbers(table, "position", np.int64)
     kind_P = _numbers(table, "kind", np.int64)
     start_P = _numbers(table, "start", np.int64)
-    tokens_T, lengths_P = _lists(table, "tokens", np.int32)
+    lengths_P = _numbers(table, "n_tokens", np.int64)
+    row_P = _numbers(table, "row", np.int64)
     prompt_P, segment_P = kind_P == _PROMPT, kind_P == _SEGMENT
 
     prompts_B = np.bincount(position_P[prompt_P], minlength=n_samples)
@@ -95,7 +99,10 @@ def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces
         raise _invalid(indices_B, empty, "a prompt of one token or more", "an empty one")
 
     sampled_N = np.repeat(segment_P[~prompt_P], lengths_P[~prompt_P])
-    log_probs, log_prob_lengths_P = _lists(table, "rollout_log_probs", np.float32)
+    tokens_T = _tokens(sources, kind_P, row_P)
+    log_probs_S = views_of(sources[_SEGMENT].column("rollout_log_probs"), row_P[segment_P])
+    log_prob_lengths_P = np.zeros(len(lengths_P), np.int64)
+    log_prob_lengths_P[segment_P] = [len(one) for one in log_probs_S]
     versions = _token_versions(table, indices_B, position_P, segment_P, lengths_P)
     wrong = np.flatnonzero(segment_P & (log_prob_lengths_P != lengths_P))
     if len(wrong):
@@ -105,10 +112,8 @@ def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces
             f"{lengths_P[wrong[0]]} log-probs in the segment at offset {start_P[wrong[0]]}",
             f"{log_prob_lengths_P[wrong[0]]}",
         )
-    rollout_log_probs_N = np.full(len(sampled_N), np.nan, np.float32)
-    rollout_log_probs_N[sampled_N] = log_probs
-    weight_versions_N = np.full(len(sampled_N), UNKNOWN_VERSION, np.int64)
-    weight_versions_N[sampled_N] = versions
+    rollout_log_probs_N = _where_sampled(joined(log_probs_S, np.float32), sampled_N, np.nan)
+    weight_versions_N = _where_sampled(versions, sampled_N, UNKNOWN_VERSION)
 
     last_B = np.zeros(n_samples, np.int64)
     last_B[position_P[segment_P]] = np.flatnonzero(segment_P)
@@ -132,14 +137,16 @@ def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces
         raise _invalid(
             indices_B, position, f"rollout_id {rollout_id_B[position]}", rollout_P[strangers[0]]
         )
-    kept_ids_K, kept_lengths_N = _kept_sets(table, indices_B, position_P, segment_P, lengths_P)
+    kept_ids_K, kept_lengths_N = _kept_sets(
+        table, tokens_T, indices_B, position_P, segment_P, lengths_P
+    )
     return Pieces(
         group_index_B=_numbers(table, "group_index", np.int64)[prompt_P],
         rollout_id_B=rollout_id_B,
         prompt_lengths_B=prompt_lengths_B,
         response_lengths_B=response_lengths_B,
         tokens_T=tokens_T,
-        sampled_N=sampled_N.astype(np.uint8),
+        sampled_N=sampled_N.view(np.uint8),
         rollout_log_probs_N=rollout_log_probs_N,
         weight_versions_N=weight_versions_N,
         logprob_temperatures_B=per_sample["logprob_temperature"],
@@ -150,24 +157,57 @@ def read_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> Pieces
     )
 
 
-def _ordered_pieces(reader: TableSource, indices_B: npt.NDArray[np.int64]) -> pa.Table:
-    """One row a piece: each sample's prompt, then its response by start. Columns that a kind of
-    piece does not have are NULL."""
-    prompts = _prompt_pieces(reader.table("prompt_issued", _PROMPT_COLUMNS), indices_B)
-    segments = _response_pieces(
-        reader.table("segment_generated", _SEGMENT_COLUMNS), _SEGMENT, indices_B
+def _tokens(
+    sources: list[pa.Table], kind_P: npt.NDArray[np.int64], row_P: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
+    """The tokens of all pieces in their order, copied once, from the files' memory."""
+    views: list[npt.NDArray[Any]] = [np.empty(0, np.int32)] * len(kind_P)
+    for kind, source in enumerate(sources):
+        places = np.flatnonzero(kind_P == kind)
+        for place, view in zip(
+            places.tolist(), views_of(source.column("tokens"), row_P[places]), strict=True
+        ):
+            views[place] = view
+    return joined(views, np.int32)
+
+
+def _where_sampled(
+    values: npt.NDArray[Any], sampled_N: npt.NDArray[np.bool_], fill: float
+) -> npt.NDArray[Any]:
+    """[N] The values in the places that were sampled, `fill` in the others."""
+    if len(values) == len(sampled_N):
+        return values
+    whole_N = np.full(len(sampled_N), fill, values.dtype)
+    whole_N[sampled_N] = values
+    return whole_N
+
+
+def _ordered_pieces(
+    reader: TableSource, indices_B: npt.NDArray[np.int64]
+) -> tuple[list[pa.Table], pa.Table]:
+    """The tables of each kind of piece, and one row a piece: each sample's prompt, then its
+    response by start. Columns that a kind of piece does not have are NULL. Its tokens are left
+    where they are: in `row` of their table."""
+    sources = [
+        reader.table("prompt_issued", _PROMPT_COLUMNS),
+        reader.table("segment_generated", _SEGMENT_COLUMNS),
+        reader.table("observation_appended", _SHARED_COLUMNS),
+    ]
+    table = pa.concat_tables(
+        [
+            _prompt_pieces(sources[_PROMPT], indices_B),
+            _response_pieces(sources[_SEGMENT], _SEGMENT, indices_B),
+            _response_pieces(sources[_OBSERVATION], _OBSERVATION, indices_B),
+        ],
+        promote_options="default",
     )
-    observations = _response_pieces(
-        reader.table("observation_appended", _SHARED_COLUMNS), _OBSERVATION, indices_B
-    )
-    table = pa.concat_tables([prompts, segments, observations], promote_options="default")
     segment, start, kind, position = (
         _numbers(table, name, np.int64) for name in ("segment", "start", "kind", "position")
     )
     # Of pieces with one start (an aborted call gives an empty segment) the one with tokens is last.
-    filled = np.asarray(pc.list_value_length(table.column("tokens")).to_numpy()) > 0
+    filled = _numbers(table, "n_tokens", np.int64) > 0
     order = np.lexsort((segment, filled, start, kind != _PROMPT, position))
-    return table.combine_chunks().take(pa.array(order))
+    return sources, table.combine_chunks().take(pa.array(order))
 
 
 def _prompt_pieces(table: pa.Table, indices_B: npt.NDArray[np.int64]) -> pa.Table:
@@ -176,12 +216,6 @@ def _prompt_pieces(table: pa.Table, indices_B: npt.NDArray[np.int64]) -> pa.Tabl
     members = pc.list_flatten(table.column("indices"))
     wanted = np.flatnonzero(select_rows(members, indices_B))
     rows = np.repeat(np.arange(len(groups)), groups)[wanted]
-    chosen, row_in_chosen = np.unique(rows, return_inverse=True)
-    mask = np.zeros(len(groups), bool)
-    mask[chosen] = True
-    # filter works chunk by chunk, where take would join all chunks of the history first.
-    few = table.select(["group_index", "tokens"]).filter(pa.array(mask)).combine_chunks()
-    few = few.take(pa.array(row_in_chosen.reshape(-1)))
     rollout_ids = pc.list_flatten(table.column("rollout_ids"))
     n = len(wanted)
     return pa.table(
@@ -190,23 +224,29 @@ def _prompt_pieces(table: pa.Table, indices_B: npt.NDArray[np.int64]) -> pa.Tabl
             "kind": np.full(n, _PROMPT, np.int64),
             "start": np.zeros(n, np.int64),
             "rollout_id": rollout_ids.to_numpy()[wanted],
-            "group_index": few.column("group_index"),
-            "tokens": few.column("tokens"),
+            "group_index": table.column("group_index").to_numpy()[rows],
+            "row": rows,
+            "n_tokens": _list_lengths(table)[rows],
         }
     )
 
 
 def _response_pieces(table: pa.Table, kind: int, indices_B: npt.NDArray[np.int64]) -> pa.Table:
-    few = table.filter(pa.array(select_rows(table.column("index"), indices_B))).combine_chunks()
+    chosen = select_rows(table.column("index"), indices_B)
+    rows = np.flatnonzero(chosen)
+    few = table.drop_columns([name for name in _BY_VIEW if name in table.column_names])
+    few = few.filter(pa.array(chosen)).combine_chunks()
     columns = {
         "position": positions_of(few.column("index").to_numpy(), indices_B),
         "kind": np.full(few.num_rows, kind, np.int64),
         "start": few.column("start").cast(pa.int64()),
         "rollout_id": few.column("rollout_id"),
-        "tokens": few.column("tokens"),
+        "row": rows,
+        "n_tokens": _list_lengths(table)[rows],
     }
     if kind == _SEGMENT:
-        columns |= {name: few.column(name) for name in _SEGMENT_COLUMNS[len(_SHARED_COLUMNS) : -2]}
+        own = _SEGMENT_COLUMNS[len(_SHARED_COLUMNS) : -2]
+        columns |= {name: few.column(name) for name in own if name not in _BY_VIEW}
         columns["processed"] = pc.not_equal(few.column("logprob_mode"), "full")
         columns["truncated"] = pc.equal(few.column("finish_reason"), "length")
     return pa.table(columns)
@@ -277,6 +317,7 @@ def _token_versions(
 
 def _kept_sets(
     table: pa.Table,
+    tokens_T: npt.NDArray[np.int32],
     indices_B: npt.NDArray[np.int64],
     position_P: npt.NDArray[np.int64],
     segment_P: npt.NDArray[np.bool_],
@@ -309,7 +350,6 @@ def _kept_sets(
     lengths_N = np.zeros(int(lengths_P[response_P].sum()), np.int64)
     has_set_N = np.repeat((segment_P & with_sets_P)[response_P], lengths_P[response_P])
     lengths_N[has_set_N] = lengths
-    tokens_T, _ = _lists(table, "tokens", np.int32)
     tokens_N = tokens_T[np.repeat(response_P, lengths_P)]
     owner_K = np.repeat(np.arange(len(lengths_N)), lengths_N)
     found_N = np.zeros(len(lengths_N), bool)
@@ -339,6 +379,11 @@ def _invalid(
             do="look at `ledger sql` on segment_generated and observation_appended of this index",
         )
     )
+
+
+def _list_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Of the tokens of every row."""
+    return np.asarray(pc.list_value_length(table.column("tokens")).to_numpy(), np.int64)
 
 
 def _numbers(table: pa.Table, column: str, dtype: Any) -> npt.NDArray[Any]:

@@ -117,8 +117,13 @@ def plan_step(
     """
     if recorded is not None:
         return load_batch(reader, indices, routing=routing), recorded
-    lengths_B = read_lengths(reader, indices)
     terms = terms_of(parallel, data_parallel_size=data_parallel_size())
+    if not (sizes.use_dynamic_batch_size or sizes.balance_data):
+        # The order is the one asked for: no need to look at the lengths first.
+        batch = load_batch(reader, indices, routing=routing)
+        lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
+        return batch, partition_for(lengths_B, indices, sizes, terms)
+    lengths_B = read_lengths(reader, indices)
     made = partition_for(lengths_B, indices, sizes, terms)
     return load_batch(reader, indices[made.order_B], routing=routing), made
 

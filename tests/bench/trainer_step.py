@@ -149,8 +149,8 @@ def _figures(case: Case, folder: Path, lengths: str, *, repetitions: int) -> Ite
             goal=1.2 if how == "packed" and tailed and case is not QUICK else None,
             note=f"{case.tokens / whole:.0f} tokens/s against {case.tokens / whole_trl:.0f}: "
             f"old log-probs {one['score_s']:.2f} s against {trl['score_s']:.2f}, step "
-            f"{one['seconds']:.2f} against {trl['seconds']:.2f}; in CPU time {cpu_trl / cpu:.2f}; peak "
-            f"{one['peak_bytes'] / 1e9:.2f} GB against {trl['peak_bytes'] / 1e9:.2f}; {what}",
+            f"{one['seconds']:.2f} against {trl['seconds']:.2f}; in CPU time {cpu_trl / cpu:.2f}; "
+            f"peak {one['peak_bytes'] / 1e9:.2f} GB against {trl['peak_bytes'] / 1e9:.2f}; {what}",
             details={f"ours_{k}": v for k, v in one.items()}
             | {f"trl_{k}": v for k, v in trl.items()}
             | {"tokens": case.tokens, "padded_tokens": padded},
