@@ -26,7 +26,8 @@ _SECRET_NAME = re.compile(
 _TOKEN_NAME = re.compile(r"(?<![a-z])token(?![a-z])", re.IGNORECASE)
 _VOCABULARY_NAME = re.compile(
     r"(bos|eos|pad|unk|sep|cls|mask|stop|begin|end|image|audio|video|special|per|each|first|last"
-    r"|next|prev|num|new|by)[-_ ]?token(?![a-z])|token[-_ ](id|ids|count|type|level|budget)",
+    r"|next|prev|num|new|by)[-_ ]?token(?![a-z])"
+    r"|token[-_ ](id|ids|count|type|level|budget|dispatcher|drop)",
     re.IGNORECASE,
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

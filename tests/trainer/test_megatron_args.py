@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ledger.errors import InvalidArgument
+from ledger.redact import redact
 from trainer.megatron_args import check_on_device, megatron_fields, parse_annotation
 from trainer.option_values import content_of, defaults, validate
 from trainer.options import OPTIONS, add_options, passed_on_options
@@ -141,3 +142,10 @@ def test_the_help_imports_neither_torch_nor_megatron() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == ["[]", "False"]
+
+
+def test_no_option_is_taken_for_a_secret() -> None:
+    """`run_started` goes through the redaction: what it took out could not be run again."""
+    options = (*OPTIONS, *passed_on_options())
+    values = {option.name: "a value" for option in options}
+    assert redact(values) == values
