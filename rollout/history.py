@@ -73,9 +73,10 @@ class RolloutHistory:
         return [group for group in self.groups if group.round == number]
 
     def kept_groups(self) -> int:
-        """Groups whose samples are all kept."""
+        """Groups that are kept: a group is decided as a whole, less its greedy baseline."""
         return sum(
-            all(self.decisions.get(int(i)) == "kept" for i in group.indices)
+            all(int(i) in self.decisions for i in group.indices)
+            and any(self.decisions[int(i)] == "kept" for i in group.indices)
             for group in self.groups
         )
 

@@ -30,6 +30,9 @@ class RolloutSettings:
     rollout_top_k: int = -1
     rollout_logprob_mode: str = "full"
     """'full' or 'processed'; see `SamplingParams.logprob_mode`."""
+    greedy_baseline_key: str | None = None
+    """One more sample a prompt is taken greedily; its reward is a part, under this name, of the
+    rewards of the others. None: no such sample."""
     rollout_stop_token_ids: tuple[int, ...] | None = None
     """None: what the prompt source and the tokenizer say."""
 

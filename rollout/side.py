@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["LocalRolloutSide", "load_tokenizer", "rollout_settings"]
 
 EVALUATION = "held-out"
+GREEDY_PART = "greedy_reward"
+"""Part of a reward that holds the reward of the prompt's greedy sample."""
 
 
 def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
@@ -41,6 +43,10 @@ def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
         rollout_top_p=values["rollout_top_p"],
         rollout_top_k=values["rollout_top_k"],
         rollout_logprob_mode=values["rollout_logprob_mode"],
+        # Under another key the reward function brings the part itself.
+        greedy_baseline_key=GREEDY_PART
+        if values["advantage_estimator"] == "remax" and values["remax_baseline_key"] == GREEDY_PART
+        else None,
     )
 
 

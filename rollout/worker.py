@@ -8,8 +8,8 @@ what an uninterrupted run would have written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from rollout.history import (
     next_numbers,
     read_history,
 )
-from rollout.protocol import Engine, GenerationRequest
+from rollout.protocol import Engine, GenerationRequest, GenerationResult, SamplingParams
 from rollout.records import (
     prompt_issued,
     response_text,
@@ -76,7 +76,7 @@ class RolloutSummary:
     raw_rewards: npt.NDArray[np.float64]
     """[N] Their rewards, also of those that were dropped."""
     mean_reward: float
-    """Mean of `raw_rewards`: of the policy, not of what the filter left."""
+    """Mean of `raw_rewards` less greedy baselines: of the policy, not of what the filter left."""
     tokens: int
     """Response tokens of all samples."""
     generation_time_s: float
@@ -112,6 +112,7 @@ class RolloutWorker:
         self._params = settings.sampling(
             stop_token_ids(source, tokenizer) if stop is None else stop
         )
+        self._greedy = replace(self._params, temperature=0.0, top_p=1.0, top_k=-1)
         self._progress = progress
 
     def rollout(self, rollout_step: int) -> RolloutSummary:
@@ -136,11 +137,12 @@ class RolloutWorker:
             if self._score_and_decide(history, groups):
                 self._tell(history, number, "decided")
             number += 1
-        return _summarise(history)
+        return _summarise(history, {self._baseline(group) for group in history.groups})
 
     def _issue(self, history: RolloutHistory, number: int) -> list[IssuedGroup]:
         settings, step = self._settings, history.rollout_step
         count, size = settings.groups_of_round(number), settings.n_samples_per_prompt
+        size += settings.greedy_baseline_key is not None
         following = next_numbers(
             self._ledger.reader(self._run_id, self._branch),
             self._ledger.reader(self._run_id, None),
@@ -195,19 +197,18 @@ class RolloutWorker:
             )
             for group, index, _ in slots
         ]
-        # The whole round again, even if only some is missing: the bits depend on the batch.
-        results = self._engine.generate(
-            [
-                GenerationRequest(index=index, tokens=group.tokens, seed=seed)
-                for (group, index, _), seed in zip(slots, seeds, strict=True)
-            ],
-            self._params,
-        )
+        requests = [
+            GenerationRequest(index=index, tokens=group.tokens, seed=seed)
+            for (group, index, _), seed in zip(slots, seeds, strict=True)
+        ]
+        greedy = {self._baseline(group) for group in groups}
+        params = [self._greedy if index in greedy else self._params for _, index, _ in slots]
+        results = self._answers(requests, params)
         drifts = retokenization_drift(self._tokenizer, [result.tokens for result in results])
         segments: list[Event] = []
         routings: list[Event] = []
-        for (group, index, rollout_id), seed, result, drift in zip(
-            slots, seeds, results, drifts, strict=True
+        for (group, index, rollout_id), seed, result, drift, used in zip(
+            slots, seeds, results, drifts, params, strict=True
         ):
             if index not in missing:
                 continue
@@ -217,7 +218,7 @@ class RolloutWorker:
                     result,
                     rollout_id=rollout_id,
                     rollout_step=history.rollout_step,
-                    params=self._params,
+                    params=used,
                     seed=seed,
                     engine=self._engine,
                     drift=drift,
@@ -235,6 +236,23 @@ class RolloutWorker:
                     time_s=result.time_s,
                 )
         return True
+
+    def _answers(
+        self, requests: Sequence[GenerationRequest], params: Sequence[SamplingParams]
+    ) -> list[GenerationResult]:
+        """The whole round again, even if only some is missing: the bits depend on the batch."""
+        answers: dict[int, GenerationResult] = {}
+        for one in (self._params, self._greedy):
+            asked = [r for r, p in zip(requests, params, strict=True) if p is one]
+            if asked:
+                answers |= {result.index: result for result in self._engine.generate(asked, one)}
+        return [answers[request.index] for request in requests]
+
+    def _baseline(self, group: IssuedGroup) -> int | None:
+        """The group's greedy sample, its last; None where there is none."""
+        has_one = len(group.indices) > self._settings.n_samples_per_prompt
+        wanted = self._settings.greedy_baseline_key is not None
+        return int(group.indices[-1]) if wanted and has_one else None
 
     def _samples(self, history: RolloutHistory, group: IssuedGroup) -> list[ScoredSample]:
         samples = []
@@ -273,11 +291,27 @@ class RolloutWorker:
             if all(int(i) in history.decisions for i in group.indices):
                 continue
             samples = self._samples(history, group)
-            for sample in samples:
+            baseline = samples.pop() if self._baseline(group) is not None else None
+            parts: dict[str, float] = {}
+            for sample in samples if baseline is None else [baseline, *samples]:
                 if sample.reward is None:
                     reward = self._reward(sample)
+                    reward = replace(reward, parts={**reward.parts, **parts})
                     scores.append(sample_scored(sample, reward, self._reward))
                     sample.reward = rewards[sample.index] = float(reward.value)
+                if sample is baseline:
+                    parts[str(self._settings.greedy_baseline_key)] = float(sample.reward)
+            if baseline is not None:
+                decided[baseline.index] = "surplus"
+                decisions.append(
+                    sample_decided(
+                        baseline,
+                        rollout_step=history.rollout_step,
+                        decision="surplus",
+                        reason="baseline",
+                        rule="advantage_estimator",
+                    )
+                )
             decision, reason, rule = self._decide(samples, kept)
             kept += decision == "kept"
             for sample in samples:
@@ -343,7 +377,7 @@ class RolloutWorker:
             )
 
 
-def _summarise(history: RolloutHistory) -> RolloutSummary:
+def _summarise(history: RolloutHistory, baselines: Collection[int | None]) -> RolloutSummary:
     groups = sorted(history.groups, key=lambda group: group.group_index)
     indices = np.concatenate([np.sort(group.indices) for group in groups])
     kept = np.array([history.decisions[int(i)] == "kept" for i in indices], dtype=bool)
@@ -355,7 +389,7 @@ def _summarise(history: RolloutHistory) -> RolloutSummary:
         kept_indices=indices[kept],
         indices=indices,
         raw_rewards=rewards,
-        mean_reward=float(rewards.mean()),
+        mean_reward=float(rewards[[int(i) not in baselines for i in indices]].mean()),
         tokens=sum(len(history.generated[int(i)].tokens) for i in indices),
         generation_time_s=float(sum(by_round.values())),
         counts=dict(sorted(Counter(history.decisions[int(i)] for i in indices).items())),

@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 
 from ledger import open_ledger
+from ledger.cli import main as ledger_command
 from ledger.encode import events_of
 from ledger.errors import Corrupt, InvalidArgument, NotFound
-from ledger.events import SegmentGenerated, SignalRecorded
+from ledger.events import (
+    PromptIssued,
+    SampleDecided,
+    SampleScored,
+    SegmentGenerated,
+    SignalRecorded,
+)
 from replay.verify import verify_branch
 from rollout.models.tiny import make_tiny_model
 from tests.main_job.job import identity, retrain, train
@@ -158,3 +165,31 @@ def test_the_old_actor_is_the_engines_version(tiny_dense, tmp_path):
     assert require_reproduced(tmp_path / "cut") == 4
     with pytest.raises(InvalidArgument, match="--keep-old-actor"):
         retrain(tmp_path / "cut", 2, keep_old_actor=True)
+
+
+def test_remax_takes_the_reward_of_a_greedy_sample_as_its_baseline(tiny_dense, tmp_path, monkeypatch):
+    ledger = tmp_path / "ledger"
+    options: dict[str, Any] = {"advantage_estimator": "remax", "n_samples_per_prompt": 1}
+    options |= {"rollout_batch_size": 6, "dynamic_sampling_filter_path": "none"}
+    train(ledger, tiny_dense, num_rollout=1, **options)
+    prompts, scores = events(ledger, PromptIssued), events(ledger, SampleScored)
+    rewards = {score.index: score.reward for score in scores}
+    parts = {s.index: dict(zip(s.part_names, s.part_values, strict=True)) for s in scores}
+    temperature = {s.index: s.temperature for s in events(ledger, SegmentGenerated)}
+    decided = {d.index: (d.decision, d.reason) for d in events(ledger, SampleDecided)}
+    signals = {s.index: s for s in events(ledger, SignalRecorded)}
+    assert [len(prompt.indices) for prompt in prompts] == [2] * 6
+    for prompt in prompts:
+        sampled, greedy = prompt.indices.tolist()
+        assert (temperature[sampled], temperature[greedy]) == (1.0, 0.0)
+        assert decided[greedy] == ("surplus", "baseline")
+        assert parts[sampled]["greedy_reward"] == rewards[greedy]
+        assert greedy not in signals
+        taken = signals[sampled].loss_mask > 0
+        advantages = signals[sampled].advantages[taken]
+        np.testing.assert_allclose(advantages, rewards[sampled] - rewards[greedy])
+    assert len({rewards[p.indices[0]] - rewards[p.indices[1]] for p in prompts}) > 1
+    train(ledger, num_rollout=2, **options)
+    assert require_reproduced(ledger) == 2
+    monkeypatch.setenv("LEDGER_URI", str(ledger))
+    assert ledger_command(["check"]) == 0

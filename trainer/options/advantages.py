@@ -127,7 +127,8 @@ OPTIONS: tuple[Option, ...] = (
         "algorithm",
         str,
         "greedy_reward",
-        "remax: part of the reward that holds the reward of the prompt's greedy rollout",
+        "remax: part of the reward that holds the reward of the prompt's greedy rollout; "
+        "'greedy_reward' is made by sampling one more response of each prompt greedily",
     ),
     Option(
         "use_opd",
