@@ -32,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("pipeline, by the policy", PIPELINE, BY_POLICY),
     ("interleaved, recomputed", INTERLEAVED | RECOMPUTE, BY_ENGINE),
     ("interleaved, recomputed, by the policy", INTERLEAVED | RECOMPUTE, BY_POLICY),
+    ("sequence", SEQUENCE, BY_ENGINE),
+    ("sequence, recomputed, by the policy", SEQUENCE | RECOMPUTE, BY_POLICY),
     ("experts", EXPERTS, BY_ENGINE),
     ("experts, recomputed, by the policy", EXPERTS | RECOMPUTE, BY_POLICY),
 ]

@@ -327,6 +327,8 @@ def test_what_cannot_be_replayed_is_refused(folder: Path) -> None:
     one_step(make_state(folder), weighed, with_weights)
     with pytest.raises(InvalidArgument, match="free routing"):
         AlgorithmSettings(routing_replay="free", replay_routing_weights=True)
+    with pytest.raises(InvalidArgument, match="one old policy"):
+        AlgorithmSettings(routing_replay="old_policy", keep_old_actor=True)
     with pytest.raises(InvalidArgument, match="rollout, old_policy or free"):
         AlgorithmSettings(routing_replay="engine")
     state = make_state(folder)
