@@ -35,6 +35,8 @@ class RoutingSource:
 
     policy_version: int | None = None
     """The old policy's, in its forward before the rollout's first step; None: the engine's."""
+    branch: str | None = None
+    """Where that was recorded; None: on any branch that the reader sees."""
     weights: bool = False
     """The recorded gate weights too."""
 
@@ -123,11 +125,13 @@ def _rows_of(
     reader: TableSource, indices_B: npt.NDArray[np.int64], source: RoutingSource
 ) -> pa.Table:
     """The events of the samples by that recorder, in the order of samples and positions."""
-    columns = [*_META, "expert_ids", *(["weights"] if source.weights else [])]
+    columns = [*_META, "branch", "expert_ids", *(["weights"] if source.weights else [])]
     table = reader.table("routing_recorded", columns)
     by_policy, version = table.column("policy_version"), source.policy_version
     by = pc.is_null(by_policy) if version is None else pc.equal(by_policy, version)
     chosen = select_rows(table.column("index"), indices_B) & pc.fill_null(by, False).to_numpy()
+    if source.branch is not None:
+        chosen &= pc.equal(table.column("branch"), source.branch).to_numpy()
     return table.filter(pa.array(chosen)).sort_by(
         [("index", "ascending"), ("start", "ascending"), ("segment", "ascending")]
     )

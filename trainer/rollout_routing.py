@@ -66,15 +66,18 @@ def policy_routing(
     Raises NotFound where they should be stored and are not, NoLongerKept where a rule of retention
     has retired them, and InvalidEvent as `read_routing`.
     """
-    made = _versions(reader)
+    made = _steps(reader)
     if step_in_rollout == 0 and weight_version_out not in made:
         return _choose(state, batches, algorithm, weight_version_in)
-    version = weight_version_in
-    for _ in range(step_in_rollout):
-        if version not in made:
-            raise _missing(f"version {version}", "the step that made it, to find the old policy")
-        version = made[version]
-    source = RoutingSource(policy_version=version, weights=algorithm.replay_routing_weights)
+    # Back to the rollout's first step: it was taken on the branch, and from the version, that the
+    # choices are recorded under. A fork at that version has made its own.
+    first = weight_version_out if step_in_rollout == 0 else weight_version_in
+    for _ in range(step_in_rollout - 1):
+        first = _step(made, first)[0]
+    version, branch = _step(made, first)
+    source = RoutingSource(
+        policy_version=version, branch=branch, weights=algorithm.replay_routing_weights
+    )
     filled = []
     for batch, _ in batches:
         lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
@@ -121,10 +124,18 @@ def _with_routing(batch: Batch, routing: Routing) -> Batch:
     )
 
 
-def _versions(reader: TableSource) -> dict[int, int]:
-    """The version before each step that was committed, by the version that the step made."""
-    steps = reader.table("step_committed", ["weight_version_out", "weight_version_in"])
-    return dict(zip(steps[0].to_pylist(), steps[1].to_pylist(), strict=True))
+def _steps(reader: TableSource) -> dict[int, tuple[int, str]]:
+    """By the version that a committed step made: the version before it, and its branch."""
+    columns = ["weight_version_out", "weight_version_in", "branch"]
+    steps = reader.table("step_committed", columns)
+    made, before, branches = (steps.column(name).to_pylist() for name in columns)
+    return dict(zip(made, zip(before, branches, strict=True), strict=True))
+
+
+def _step(steps: dict[int, tuple[int, str]], version: int) -> tuple[int, str]:
+    if version not in steps:
+        raise _missing(f"version {version}", "the step that made it, to find the old policy")
+    return steps[version]
 
 
 def _missing(on: str, expected: str) -> NotFound:

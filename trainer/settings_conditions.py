@@ -200,10 +200,3 @@ def routing_conditions(s: AlgorithmSettings) -> Iterator[Condition]:
         f"{s.routing_replay} routing",
         s.routing_replay != "free" or not s.replay_routing_weights,
     )
-    yield Condition(
-        "--use-routing-replay with --keep-old-actor",
-        "one old policy: the kept actor has the engine's weights, so replay the engine's routing "
-        "(--use-rollout-routing-replay)",
-        "both",
-        not (s.keep_old_actor and s.routing_replay == "old_policy"),
-    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -118,8 +119,17 @@ def take(
     events: list[Any],
     plans: list[PlannedStep],
     algorithm: AlgorithmSettings = BY_OLD_POLICY,
+    *,
+    of_side: int = 0,
 ) -> list[StepResult]:
+    """Of the last `of_side` rows of routing, say that they are of branch 'side'."""
     reader: Any = MemoryReader(events)
+    if of_side:
+        table = reader.tables["routing_recorded"]
+        branches = ["main"] * (table.num_rows - of_side) + ["side"] * of_side
+        place = table.column_names.index("branch")
+        changed = table.set_column(place, "branch", pa.array(branches))
+        reader.tables["routing_recorded"] = changed
     taken = take_rollout(state, reader, plans, algorithm, HALVES)
     return [result for _, _, result in taken]
 
@@ -249,6 +259,12 @@ def test_steps_are_taken_again_from_what_was_recorded(folder: Path) -> None:
             layer.mlp.router.weight.neg_()
     replayed = take(changed, stored, planned(count=1))[0]
     assert replayed.metrics["routing_agreement"] < 1.0
+    # Another branch that forked at the same version chose for itself.
+    of_side = [
+        event.evolve(expert_ids=bytes([3, 2] * event.rows * LAYERS)) for event in first.routing
+    ]
+    (beside, _) = take(make_state(folder), [*stored, *of_side], planned(), of_side=len(of_side))
+    assert content(beside) == content(first)
     # From the middle of the rollout, as a fork at version 6 does.
     middle = make_state(folder)
     take(middle, stored, planned(count=1))
@@ -327,7 +343,7 @@ def test_what_cannot_be_replayed_is_refused(folder: Path) -> None:
     one_step(make_state(folder), weighed, with_weights)
     with pytest.raises(InvalidArgument, match="free routing"):
         AlgorithmSettings(routing_replay="free", replay_routing_weights=True)
-    with pytest.raises(InvalidArgument, match="one old policy"):
+    with pytest.raises(InvalidArgument, match="the old actor's own routing"):
         AlgorithmSettings(routing_replay="old_policy", keep_old_actor=True)
     with pytest.raises(InvalidArgument, match="rollout, old_policy or free"):
         AlgorithmSettings(routing_replay="engine")
