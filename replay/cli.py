@@ -13,6 +13,7 @@ from typing import Any
 
 from ledger.commands.common import add_place, open_from
 from ledger.errors import LedgerError
+from trainer.model_roles import FLAGS, FOLDERS
 
 __all__ = ["main"]
 
@@ -43,6 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--to-version", type=int, metavar="N", help="last version to reproduce (default: the head)"
     )
+    for role, flag in FLAGS.items():
+        verify.add_argument(
+            flag, metavar="DIR", help=f"where the {role} is now, if its folder has moved"
+        )
     plot = commands.add_parser(
         "plot",
         help="draw the rewards of all branches by weight version",
@@ -116,6 +121,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             seed=settings["rollout_seed"],
             from_version=arguments.from_version,
             to_version=arguments.to_version,
+            places={name: getattr(arguments, name) for name in FOLDERS.values()},
             tell=tell,
         )
     seconds = time.monotonic() - began

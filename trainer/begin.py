@@ -20,6 +20,7 @@ from ledger.events import BranchForked, RunStarted
 from ledger.redact import redact
 from ledger.store import Ledger
 from trainer.history import History, read_history
+from trainer.model_roles import FOLDERS
 from trainer.option_values import check_values, content_of, places_of, validate
 from trainer.options import OPTIONS
 from trainer.presets import spelled_out
@@ -28,7 +29,7 @@ __all__ = ["Standing", "checkpoint_root", "find_standing"]
 
 DEFAULT_RUN = "run"
 
-_MODEL_FOLDERS = ("ref_load", "opd_teacher_load", "critic_load")
+_MODEL_FOLDERS = tuple(FOLDERS.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,20 +21,14 @@ from trainer.critic import create_critic
 from trainer.frozen import FrozenModel, StepModels, load_frozen
 from trainer.history import History
 from trainer.model import read_config
+from trainer.model_roles import FLAGS, FOLDERS
 from trainer.ranks import by_writer
 from trainer.reconfigure import reconfigure
 from trainer.restore_checkpoint import check_checkpoint
 from trainer.settings import AlgorithmSettings, OptimizerSettings, ParallelSettings
 from trainer.state import TrainState
 
-__all__ = ["FLAGS", "ModelLibrary", "model_places"]
-
-FLAGS = {
-    "reference": "--ref-load",
-    "teacher": "--opd-teacher-load",
-    "critic": "--critic-load",
-}
-"""Role → the option that names its folder."""
+__all__ = ["ModelLibrary", "model_places"]
 
 
 def model_places(
@@ -54,8 +48,7 @@ def model_places(
                 recorded.append((seq, json.loads(getattr(event, "places", None) or "{}")))
     recorded.sort(key=lambda pair: -pair[0])
     found = {}
-    for role, flag in FLAGS.items():
-        name = flag.removeprefix("--").replace("-", "_")
+    for role, name in FOLDERS.items():
         folders = [values.get(name), *(places.get(name) for _, places in recorded)]
         found[role] = list(dict.fromkeys(folder for folder in folders if folder))
     return found

@@ -167,7 +167,7 @@ def test_the_old_actor_is_the_engines_version(tiny_dense, tmp_path):
         retrain(tmp_path / "cut", 2, keep_old_actor=True)
 
 
-def test_remax_takes_the_reward_of_a_greedy_sample_as_its_baseline(tiny_dense, tmp_path, monkeypatch):
+def test_remax_takes_a_greedy_samples_reward_as_its_baseline(tiny_dense, tmp_path, monkeypatch):
     ledger = tmp_path / "ledger"
     options: dict[str, Any] = {"advantage_estimator": "remax", "n_samples_per_prompt": 1}
     options |= {"rollout_batch_size": 6, "dynamic_sampling_filter_path": "none"}
