@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _one_by_one(named: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]
     return out
 
 
-def make_batch(*, moe: bool) -> Batch:
+def make_batch(*, moe: bool, order: Sequence[int] = range(4)) -> Batch:
     """Four samples in two groups; with experts, routing drawn from a seed."""
     generator = np.random.default_rng(5)
     events: list[Any] = [prompt([0, 1], [1, 2, 3], group=0), prompt([2, 3], [5, 6, 7], group=1)]
@@ -91,7 +92,7 @@ def make_batch(*, moe: bool) -> Batch:
             )
             events.append(routing(index, chosen[..., :TOPK].astype(np.uint8)))
         events.append(score(index, float(index % 3 == 0)))
-    return load_batch(MemoryReader(events), range(4))
+    return load_batch(MemoryReader(events), order)
 
 
 def take_steps(
