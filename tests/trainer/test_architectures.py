@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,41 @@ def test_configurations_of_the_model_hub_are_understood() -> None:
     assert deepseek.experts.layers == (False, False, False, True)
     assert (deepseek.experts.groups, deepseek.experts.group_topk) == (8, 4)
     assert deepseek.prediction_layers == 1
+
+
+@pytest.mark.parametrize("kind", ["llama3_rope", "glm4", "deepseek_v3_yarn"])
+def test_a_sequence_has_the_same_logits_packed_among_others(tiny: Models, kind: str) -> None:
+    from trainer.forward import logits_of
+    from trainer.packed_attention import packed_sequences
+
+    model, tokens = build(tiny(kind)), random_tokens(1, 21)
+    starts = [0, 4, 15, 21]
+    positions = torch.cat(
+        [torch.arange(stop - start) for start, stop in itertools.pairwise(starts)]
+    )
+    packed = packed_sequences(torch.tensor(starts, dtype=torch.int32))
+    with torch.no_grad():
+        together = model(tokens, positions[None], None, packed_seq_params=packed)[0]
+        for start, stop in itertools.pairwise(starts):
+            alone = logits_of(model, tokens[:, start:stop])[0]
+            torch.testing.assert_close(together[start:stop], alone, rtol=0, atol=1e-5)
+
+
+def test_in_bfloat16_the_bias_of_the_router_stays_float32(tiny: Models) -> None:
+    from trainer.model import build_model, read_config, token_log_probs
+    from trainer.state import load_weights
+    from trainer.weights import export_weights, read_safetensors
+
+    folder, tokens = tiny("glm4_moe").folder, random_tokens(2, 9)
+    model = build_model(read_config(folder), ParallelSettings(bf16=True), trainable=False)
+    load_weights(model, folder)
+    stored = read_safetensors(folder)
+    for _ in range(2):
+        for name, tensor in export_weights(model):
+            wide = name.endswith("e_score_correction_bias")
+            assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
+            assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
+        with torch.no_grad():  # Megatron widens it in its first forward, if nobody did before
+            log_probs, _ = token_log_probs(model, tokens, temperature=1.0, free_routing=True)
+    assert log_probs.dtype == torch.float32
+    assert bool(log_probs.isfinite().all())
