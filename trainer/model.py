@@ -21,6 +21,7 @@ from trainer.layer_specs import (
 )
 from trainer.layout import check_expert_groups, check_model_layout, padded_vocab_size
 from trainer.megatron import (
+    AttnBackend,
     ColumnParallelLinear,
     Float16Module,
     GPTModel,
@@ -243,6 +244,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
         else parallel.moe_token_dispatcher_type,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
+        "attention_backend": AttnBackend[parallel.attention_backend],
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,

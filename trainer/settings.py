@@ -50,6 +50,9 @@ class ParallelSettings:
     """bfloat16 weights and activations, beside float32 main weights in the optimizer."""
     accumulate_allreduce_grads_in_fp32: bool = True
     """With bf16: gradients are summed and reduced in float32."""
+    attention_backend: str = "auto"
+    """'auto', 'local' and 'unfused': Megatron's own arithmetic, that of Hugging Face's eager
+    attention; 'flash' and 'fused': torch's scaled_dot_product_attention."""
     recompute_granularity: str | None = None
     """None: keep all activations; 'full' layers or 'selective' parts are computed again."""
     recompute_method: str | None = None

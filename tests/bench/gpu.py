@@ -64,6 +64,7 @@ def main() -> int:
                 Path(folder),
                 bf16=not given.fp32,
                 deterministic=given.deterministic,
+                attention_backend=given.attention_backend,
                 repetitions=given.repetitions,
                 peak_tflops=given.peak_tflops,
             )
@@ -84,6 +85,7 @@ def measured(
     *,
     bf16: bool,
     deterministic: bool,
+    attention_backend: str,
     repetitions: int,
     peak_tflops: float | None,
 ) -> dict[str, float | str]:
@@ -106,7 +108,11 @@ def measured(
     peak = peak_flops(name, "bf16" if bf16 else "fp32", peak_tflops)
     parameters = make_model(case, folder / "model")
     score, step, lengths, responses = _prepared(
-        case, folder, bf16=bf16, deterministic=deterministic
+        case,
+        folder,
+        bf16=bf16,
+        deterministic=deterministic,
+        attention_backend=attention_backend,
     )
     taken: dict[str, list[float]] = {"score": [], "step": []}
     for turn in range(repetitions + 1):
@@ -126,6 +132,7 @@ def measured(
         "device": name,
         "numbers": "bf16, float32 main weights" if bf16 else "float32, no TF32",
         "deterministic": str(deterministic),
+        "attention": attention_backend,
         "parameters": float(parameters),
         "tokens": float(tokens),
         "peak_tflops": peak / 1e12,
@@ -139,7 +146,7 @@ def measured(
 
 
 def _prepared(
-    case: Case, folder: Path, *, bf16: bool, deterministic: bool
+    case: Case, folder: Path, *, bf16: bool, deterministic: bool, attention_backend: str
 ) -> tuple[Callable[[], Any], Callable[[], Any], list[int], list[int]]:
     """Scoring and step as functions, and the lengths of sequences and responses."""
     from tests.bench.trainer_ours import rollout_events
@@ -155,7 +162,7 @@ def _prepared(
     from trainer.step import run_step
     from trainer.stepping import plan_step
 
-    layout = ParallelSettings(bf16=bf16)
+    layout = ParallelSettings(bf16=bf16, attention_backend=attention_backend)
     initialize(layout, seed=0, num_threads=case.threads, deterministic=deterministic)
     optimizer = OptimizerSettings(lr=case.lr, adam_beta2=case.adam_beta2)
     state = create_state(folder / "model", layout, optimizer, seed=0)
@@ -214,6 +221,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fp32", action="store_true", help="float32 instead of bf16")
     parser.add_argument(
         "--deterministic", action="store_true", help="deterministic algorithms only"
+    )
+    parser.add_argument(
+        "--attention-backend",
+        choices=("auto", "flash"),
+        default="flash",
+        help="flash: torch's kernel; auto: Megatron's local attention",
     )
     parser.add_argument("--samples", type=int, default=CASE.samples, metavar="N")
     parser.add_argument("--layers", type=int, default=CASE.layers, metavar="N")

@@ -25,7 +25,6 @@ def main() -> None:
     how = sys.argv[4]
     from ledger.store import Ledger
     from ledger.writer import Writer
-    from trainer.megatron import AttnBackend
     from trainer.parallel import initialize
     from trainer.scoring import score_policy
     from trainer.selection import select_kept
@@ -38,12 +37,10 @@ def main() -> None:
     from trainer.state import create_state
     from trainer.stepping import PlannedStep, plan_step, take_rollout
 
-    layout = ParallelSettings()
+    layout = ParallelSettings(attention_backend="flash" if how == "packed-flash" else "auto")
     initialize(layout, seed=0, num_threads=case.threads, deterministic=True)
     optimizer = OptimizerSettings(lr=case.lr, adam_beta2=case.adam_beta2)
     state = create_state(model_dir, layout, optimizer, seed=0)
-    if how == "packed-flash":
-        state.config.attention_backend = AttnBackend.flash
     groups = case.samples // case.n_samples_per_prompt
     packed = how != "padded"
     sizes = BatchSettings(

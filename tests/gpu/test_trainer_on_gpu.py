@@ -166,6 +166,12 @@ def test_the_benchmark_of_the_device_runs(tmp_path: Any) -> None:
         longest_response=256,
     )
     found = measured(
-        case, tmp_path, bf16=True, deterministic=False, repetitions=1, peak_tflops=1000.0
+        case,
+        tmp_path,
+        bf16=True,
+        deterministic=False,
+        attention_backend="auto",
+        repetitions=1,
+        peak_tflops=1000.0,
     )
     assert 0 < float(found["step_mfu"]) < 1

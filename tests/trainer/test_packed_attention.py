@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from ledger.errors import InvalidArgument
 from tests.trainer.megatron_models import DENSE, MOE, random_tokens
+from trainer.architecture import read_architecture
 from trainer.forward import logits_of
 from trainer.megatron import AttnBackend
-from trainer.model import build_model, read_config
+from trainer.model import build_model, read_config, transformer_config
 from trainer.packed_attention import packed_sequences
 from trainer.state import load_weights
 
@@ -97,6 +99,13 @@ def test_gradients_are_those_of_the_padded_layout(kind: str, backend, built) -> 
     for name, gradient in expected.items():
         tolerance = 2e-5 * float(gradient.abs().max())
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("backend", list(AttnBackend))
+def test_the_backend_asked_for_is_megatrons(backend: AttnBackend, tiny, megatron) -> None:
+    architecture = read_architecture(read_config(tiny("llama").folder))
+    layout = dataclasses.replace(megatron, attention_backend=backend.name)
+    assert transformer_config(architecture, layout).attention_backend is backend
 
 
 @pytest.mark.parametrize("kind", DENSE)

@@ -77,6 +77,15 @@ OPTIONS: tuple[Option, ...] = (
         "with --bf16: sum and reduce gradients in float32",
     ),
     Option(
+        "attention_backend",
+        "parallelism",
+        str,
+        "auto",
+        "flash and fused: torch's scaled_dot_product_attention, faster and smaller; auto, local and "
+        "unfused: Megatron's own arithmetic, on a CPU that of Hugging Face's eager attention",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+    ),
+    Option(
         "recompute_granularity",
         "parallelism",
         str,
