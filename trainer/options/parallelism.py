@@ -81,8 +81,8 @@ OPTIONS: tuple[Option, ...] = (
         "parallelism",
         str,
         "auto",
-        "flash and fused: torch's scaled_dot_product_attention, faster and smaller; auto, local and "
-        "unfused: Megatron's own arithmetic, on a CPU that of Hugging Face's eager attention",
+        "flash and fused: torch's scaled_dot_product_attention, faster and smaller; the others: "
+        "Megatron's own arithmetic, on a CPU that of Hugging Face's eager attention",
         choices=("auto", "flash", "fused", "unfused", "local"),
     ),
     Option(
