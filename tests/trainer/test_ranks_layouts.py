@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ledger.encode import events_to_table
+from ledger.errors import InvalidArgument
 from tests.trainer.ranks import checks_layouts
 from tests.trainer.ranks.pair import Pair
 from trainer.settings import ParallelSettings
@@ -174,3 +175,46 @@ def test_the_layout_is_recorded(ranks: Pair, one_process: Any) -> None:
     found = json.loads(first["results"][0].step_committed.layout)
     assert found["parallel"]["tensor_model_parallel_size"] == 2
     assert found["data_parallel_size"] == 1
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_distributed_optimizer_gives_back_the_bits_it_was_given(
+    ranks: Pair, one_process: Any, bf16: bool
+) -> None:
+    """−0.0 and 0.0 are equal numbers and other bits: a sum of shards would lose the sign."""
+    folder = one_process(False, False, {}, {})[0]
+    layout = ParallelSettings(bf16=bf16)
+    lost = ranks.run(checks_layouts.negative_zeros, folder, layout, layout=layout)
+    assert lost == [[], []]
+
+
+def test_gradients_are_the_same_however_they_are_reduced(ranks: Pair, one_process: Any) -> None:
+    """A rank of a distributed optimizer has the sums of its own run alone; records are of all."""
+    folder = one_process(False, False, {}, {})[0]
+    layout = ParallelSettings()
+    records = [
+        ranks.run(checks_layouts.gradients, folder, layout, optimizer, layout=layout)
+        for optimizer in ({}, {"use_distributed_optimizer": True})
+    ]
+    assert records[0][0] == records[0][1] == records[1][0] == records[1][1]
+
+
+def test_a_vocabulary_that_one_rank_only_pads(ranks: Pair, one_process: Any) -> None:
+    folder, alone = one_process(False, True, {}, {"entropy_coef": 0.01})
+    layout = ParallelSettings(tensor_model_parallel_size=2, make_vocab_size_divisible_by=64)
+    ours = ranks.run(
+        checks_layouts.take_steps, folder, layout, {}, {"entropy_coef": 0.01}, layout=layout
+    )
+    compare(ours, alone, tolerance=1e-6)
+
+
+def test_a_model_of_another_layout_than_the_groups_is_refused(
+    megatron: ParallelSettings, one_process: Any
+) -> None:
+    """Megatron would leave gradients of experts unreduced without a word."""
+    from trainer.model import build_chunks, read_config
+
+    folder = one_process(True, False, {}, {})[0]
+    other = ParallelSettings(expert_tensor_parallel_size=2)
+    with pytest.raises(InvalidArgument, match="--expert-tensor-parallel-size"):
+        build_chunks(read_config(folder), other, trainable=False)

@@ -12,11 +12,14 @@ import torch
 from tests.trainer.memory import MemoryReader, prompt, routing, score, segment
 from tests.trainer.tiny_policy import config
 from trainer.batch import Batch, load_batch
+from trainer.forward import log_probs_at, micro_output
+from trainer.microbatch import cut
 from trainer.partition import partition_for, terms_of
-from trainer.ranks import data_parallel_size, is_writer
+from trainer.ranks import data_parallel_rank, data_parallel_size, is_writer
+from trainer.schedule import run_schedule
 from trainer.scoring import score_policy
 from trainer.settings import AlgorithmSettings, BatchSettings, OptimizerSettings, ParallelSettings
-from trainer.state import create_state
+from trainer.state import MAIN, MOMENTS, create_state
 from trainer.step import run_step
 from trainer.weights import write_safetensors
 
@@ -139,3 +142,36 @@ def take_steps(
         "records": state.tensor_records(),
         "moment_records": state.moment_records(),
     }
+
+
+def negative_zeros(folder: Path, parallel: ParallelSettings) -> list[str]:
+    """Which moments and main weights lose a −0.0 on the way out of a distributed optimizer."""
+    optimizer = OptimizerSettings(lr=1e-2, use_distributed_optimizer=True)
+    state = create_state(folder, parallel, optimizer, seed=1)
+    whole = {
+        f"{kind}.{tensor.name}": torch.full(tensor.shape, -0.0)
+        for kind in (*MOMENTS, *((MAIN,) if parallel.bf16 else ()))
+        for tensor in state.placement.tensors
+    }
+    state.load_moments(whole, step=3)
+    lost = [name for name, tensor in state.moments(to=0) if not bool(torch.signbit(tensor).all())]
+    return lost if state.adam_step() == 3 else ["the step count"]
+
+
+def gradients(folder: Path, parallel: ParallelSettings, optimizer: dict[str, Any]) -> list[Any]:
+    """Records of the gradients of a first step, taken before the optimizer."""
+    state = create_state(folder, parallel, OptimizerSettings(lr=1e-2, **optimizer), seed=1)
+    batch = make_batch(moe=False)
+    terms = terms_of(parallel, data_parallel_size=data_parallel_size())
+    lengths = batch.prompt_lengths_B + batch.response_lengths_B
+    plan = partition_for(lengths, batch.indices_B, SIZES, terms)
+    micros = cut(batch, plan, plan.of_rank(data_parallel_rank()))
+    state.zero_grad()
+
+    def forward_step(source: Any, model: Any) -> Any:
+        micro = next(source)
+        output = micro_output(model, micro)
+        return output, lambda logits: (-log_probs_at(logits, micro)[0].sum(), None)
+
+    run_schedule(forward_step, state.chunks, micros, forward_only=False)
+    return state.gradient_records()

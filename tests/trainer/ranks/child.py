@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import pickle
 import signal
 import sys
 import traceback
@@ -21,7 +22,7 @@ def main() -> None:
         layout: Any = None
         while True:
             try:
-                module, name, args, wanted, seed = connection.recv()
+                module, name, args, wanted, seed = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
             try:
@@ -33,9 +34,10 @@ def main() -> None:
             except BaseException:
                 answer = (False, traceback.format_exc())
             try:
-                connection.send(answer)
+                said = pickle.dumps(answer)
             except Exception:
-                connection.send((False, traceback.format_exc()))
+                said = pickle.dumps((False, traceback.format_exc()))
+            connection.send_bytes(said)
 
 
 def _lay_out(layout: Any, seed: int, *, again: bool) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -75,7 +76,8 @@ class Pair:
             self._start()
         task = (check.__module__, check.__qualname__, args, layout, seed)
         for connection in self._connections:
-            connection.send(task)
+            # Not `send`: torch would hand tensors over in memory that both processes map.
+            connection.send_bytes(pickle.dumps(task))
         if layout is not None and not self._has_world:
             deadline_s += _START_S
             self._has_world = True
@@ -143,7 +145,7 @@ class Pair:
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
                 try:
-                    answers[rank] = connection.recv()  # type: ignore[union-attr]
+                    answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError) as error:
                     answers[rank] = (False, f"died: {error!r}\n{self._tail(rank)}")
                 if not answers[rank][0]:
