@@ -41,7 +41,7 @@ QUICK = Case(
     threads=1,
 )
 FULL = Case(
-    samples=32,
+    samples=16,
     n_samples_per_prompt=8,
     prompt_length=48,
     median_response=64,
@@ -50,7 +50,7 @@ FULL = Case(
     max_tokens=1024,
     vocab_size=16384,
     hidden_size=512,
-    layers=6,
+    layers=4,
     heads=8,
     kv_heads=4,
     intermediate_size=1408,
@@ -58,7 +58,7 @@ FULL = Case(
 )
 _ROOT = Path(__file__).parents[2]
 _OURS = ("packed", "packed-flash", "padded")
-_LEVEL = dataclasses.replace(FULL, same_length=True, median_response=144)
+_LEVEL = dataclasses.replace(FULL, same_length=True, median_response=int(FULL.lengths_B.mean()))
 """The same number of tokens in responses of one length: nobody pads anything."""
 _NAMES = {
     "packed": "packed by tokens, as recorded",
@@ -123,7 +123,7 @@ def trainer_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
     if quick:
         yield from _figures(QUICK, folder / "long-tailed", "long-tailed", repetitions=1)
         return
-    yield from _figures(FULL, folder / "long-tailed", "long-tailed", repetitions=3)
+    yield from _figures(FULL, folder / "long-tailed", "long-tailed", repetitions=2)
     yield from _figures(_LEVEL, folder / "one-length", "one length", repetitions=2)
 
 
