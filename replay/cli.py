@@ -13,9 +13,22 @@ from typing import Any
 
 from ledger.commands.common import add_place, open_from
 from ledger.errors import LedgerError
+from trainer.launch import RankPlan, RanksNeeded, start_ranks
 from trainer.model_roles import FLAGS, FOLDERS
+from trainer.processes import (
+    ElsewhereFailed,
+    claim_failure,
+    is_launched,
+    is_writer,
+    join_ranks,
+    leave_ranks,
+    wait_for_others,
+)
 
 __all__ = ["main"]
+
+VERIFY_TIMEOUT_MINUTES = 60.0
+"""How long a collective waits for a rank that reads a checkpoint."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,31 +85,54 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. 0 when all is reproduced, 1 when something is not, 2 on an error."""
-    arguments = build_parser().parse_args(argv)
+    """Run the command. 0 when all is reproduced, 1 when something is not, 2 on an error.
+
+    What several ranks recorded is verified by as many: torchrun's, or else they are started here.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(words)
     try:
         if arguments.command == "verify":
             return _verify(arguments)
         return _plot(arguments)
+    except RanksNeeded as needed:
+        try:
+            return start_ranks(needed.plan, "replay.cli", words)
+        except LedgerError as error:
+            print(f"ledger-replay: {error}", file=sys.stderr)
+            return 2
     except LedgerError as error:
-        print(f"ledger-replay: {error}", file=sys.stderr)
+        if claim_failure():
+            print(f"ledger-replay: {error}", file=sys.stderr)
+        return 2
+    except ElsewhereFailed:
         return 2
     except KeyboardInterrupt:
-        print("ledger-replay: interrupted", file=sys.stderr)
+        if claim_failure():
+            print("ledger-replay: interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        if claim_failure():
+            raise
+        return 1
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from replay.surroundings import differences, recorded_surroundings
+    from replay.surroundings import differences, recorded_ranks, recorded_surroundings
 
     began = time.monotonic()
+    join_ranks(VERIFY_TIMEOUT_MINUTES)
+    shows = is_writer()
     with open_from(arguments) as ledger:
         run_id = ledger.run(arguments.run).run_id
         ledger.branch(run_id, arguments.branch)
         settings, environment = recorded_surroundings(ledger, run_id, arguments.branch)
         differing = differences(environment)
-        for line in differing:
+        for line in differing if shows else ():
             print(f"note: {line}", file=sys.stderr)
+        ranks = recorded_ranks(settings)
+        if ranks > 1 and not is_launched():
+            raise RanksNeeded(RankPlan(1, ranks, "torchrun"))
 
         from replay.verify import Verdict, verify_branch
         from trainer.parallel import initialize
@@ -110,7 +146,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         )
 
         def tell(verdict: Verdict) -> None:
-            if not arguments.json:
+            if shows and not arguments.json:
                 print(_line(verdict), flush=True)
 
         report = verify_branch(
@@ -124,6 +160,11 @@ def _verify(arguments: argparse.Namespace) -> int:
             places={name: getattr(arguments, name) for name in FOLDERS.values()},
             tell=tell,
         )
+    wait_for_others("end")
+    leave_ranks()
+    code = 0 if report.reproduced else 1
+    if not shows:
+        return code
     seconds = time.monotonic() - began
     if arguments.json:
         print(
@@ -134,6 +175,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                     "start_version": report.start_version,
                     "reproduced": report.reproduced,
                     "steps": report.steps,
+                    "recorded_only": report.recorded_only,
                     "verdicts": [dataclasses.asdict(v) for v in report.verdicts],
                     "environment_differences": differing,
                     "seconds": round(seconds, 3),
@@ -152,6 +194,13 @@ def _verify(arguments: argparse.Namespace) -> int:
             f"run {report.run_id!r}, branch {report.branch!r}: {report.steps} steps from version "
             f"{report.start_version} reproduced bit for bit ({seconds:.1f} s)"
         )
+    elif not report.diverged:
+        print(
+            f"run {report.run_id!r}, branch {report.branch!r}: {report.steps} steps reproduced bit "
+            f"for bit; {report.recorded_only} recorded only, as no step can be run again in "
+            f"another layout than it was taken in ({seconds:.1f} s)",
+            file=sys.stderr,
+        )
     else:
         last = report.verdicts[-1]
         made_by = "" if last.step is None else f", step {last.step}"
@@ -160,7 +209,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             f"{last.weight_version}{made_by}",
             file=sys.stderr,
         )
-    return 0 if report.reproduced else 1
+    return code
 
 
 def _line(verdict: Any) -> str:
@@ -168,6 +217,8 @@ def _line(verdict: Any) -> str:
         what = f"checkpoint of version {verdict.weight_version:<4}"
     else:
         what = f"step {verdict.step:>4} → version {verdict.weight_version:<4}     "
+    if verdict.kind == "recorded only":
+        return f"{what} recorded only  {verdict.detail}"
     return f"{what} {'reproduced' if verdict.reproduced else 'DIVERGED'}  {verdict.detail}"
 
 

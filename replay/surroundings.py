@@ -12,7 +12,7 @@ from ledger.errors import InvalidArgument, explain
 from ledger.events import BranchForked, RunStarted
 from ledger.store import Ledger
 
-__all__ = ["differences", "recorded_surroundings"]
+__all__ = ["differences", "recorded_ranks", "recorded_surroundings"]
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformers", "transformer-engine", "triton")
 _PLAIN = ("python", "machine", "cpu", "gpu_driver")
@@ -46,6 +46,14 @@ def recorded_surroundings(
         if fork.branch == branch:
             settings = fork.settings
     return json.loads(settings), json.loads(started[0].environment)
+
+
+def recorded_ranks(settings: Mapping[str, Any]) -> int:
+    """How many ranks a branch was trained by, from the settings that it began with."""
+    ranks = int(settings.get("data_parallel_size") or 1)
+    for name in ("tensor_model", "pipeline_model", "context"):
+        ranks *= int(settings[f"{name}_parallel_size"])
+    return ranks
 
 
 def differences(recorded: Mapping[str, Any]) -> list[str]:

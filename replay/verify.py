@@ -7,23 +7,25 @@ is run again with its own recorded settings on its own recorded samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ledger.canonical import canonical_json
 from ledger.errors import Corrupt, InvalidArgument, NotFound, explain
 from ledger.store import Ledger
 from trainer.history import History, read_history
-from trainer.restore import (
-    check_checkpoint,
-    load_version,
-    replay_steps,
-)
-from trainer.settings import ParallelSettings
+from trainer.ranks import by_writer, data_parallel_size
+from trainer.restore import StepAgain, check_checkpoint, load_version, replay_steps
+from trainer.settings import ParallelSettings, layout_record
 from trainer.step_models import ModelLibrary, model_places
 from trainer.stepping import recorded_settings
 
 __all__ = ["Verdict", "VerifyReport", "plan_scope", "verify_branch"]
+
+
+RECORDED_ONLY = "recorded only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class Verdict:
     step: int | None
     """The step that made it; None for a run's first version."""
     kind: str
-    """'step' (run again) or 'checkpoint' (its bytes compared)."""
+    """'step' (run again), 'checkpoint' (its bytes compared), or 'recorded only' (a step that cannot
+    be run again in this process)."""
     reproduced: bool
     detail: str
     """The first difference where there is one; else what was found equal."""
@@ -63,6 +66,16 @@ class VerifyReport:
     def steps(self) -> int:
         """Steps that were run again."""
         return sum(verdict.kind == "step" for verdict in self.verdicts)
+
+    @property
+    def recorded_only(self) -> int:
+        """Steps in scope that could not be run again here."""
+        return sum(verdict.kind == RECORDED_ONLY for verdict in self.verdicts)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether something that was compared is not as recorded."""
+        return any(v.kind != RECORDED_ONLY and not v.reproduced for v in self.verdicts)
 
 
 def plan_scope(
@@ -114,6 +127,10 @@ def verify_branch(
 ) -> VerifyReport:
     """Verify the steps of a branch and of what it forked from; stops at the first divergence.
 
+    Every rank calls it alike and gets the same report. Steps that were taken in another layout than
+    that of this process's ranks are recorded only; what follows them is run again from the next
+    checkpoint in scope.
+
     The process groups must have been started with the thread count and determinism that the branch
     recorded (see `replay.surroundings`). Where no step is in scope, only the checkpoint's bytes are
     compared with their record. `places` (`ref_load`, `opd_teacher_load`, `critic_load`) says where
@@ -129,22 +146,11 @@ def verify_branch(
     def add(verdict: Verdict) -> bool:
         report.verdicts.append(verdict)
         tell(verdict)
-        return verdict.reproduced
+        return verdict.reproduced or verdict.kind == RECORDED_ONLY
 
     start, *following = versions
     if not add(_check(ledger, history, start)):
         return report
-    first_step = history.steps[following[0]] if following else history.steps.get(start)
-    if first_step is None:
-        return report
-    state = load_version(
-        ledger,
-        history,
-        start,
-        parallel=parallel,
-        optimizer=recorded_settings(first_step).optimizer,
-        seed=seed,
-    )
     library = ModelLibrary(
         ledger=ledger,
         history=history,
@@ -152,43 +158,130 @@ def verify_branch(
         places=model_places(places or {}, ledger, run_id),
         seed=seed,
     )
-    for again in replay_steps(state, ledger, history, following, library=library):
-        made = again.recorded.weight_version_out
-        difference = again.divergence
-        if difference is None:
-            root = history.weights[made].root.hex()
-            verdict = Verdict(
-                weight_version=made,
-                step=again.recorded.step,
-                kind="step",
-                reproduced=True,
-                detail=f"weights {root[:16]}…, optimizer, gradients, log-probs and loss "
-                f"{again.recorded.loss!r}: every bit as recorded",
-            )
-        else:
-            verdict = Verdict(
-                weight_version=made,
-                step=again.recorded.step,
-                kind="step",
-                reproduced=False,
-                detail=str(difference),
-                quantity=difference.quantity,
-                where=difference.where,
-                expected=difference.expected,
-                found=difference.found,
-            )
-        if not add(verdict):
-            return report
-        if made in history.checkpoints and not add(_check(ledger, history, made)):
-            return report
+    made_start = history.steps.get(start)
+    if not following and made_start is not None:
+        optimizer = recorded_settings(made_start).optimizer
+        load_version(ledger, history, start, parallel=parallel, optimizer=optimizer, seed=seed)
+    for stretch in _stretches(history, start, following, _layout(parallel)):
+        if stretch.reason:
+            (version,) = stretch.versions
+            add(_recorded_only(history, version, stretch.reason))
+            if version in history.checkpoints and not add(_check(ledger, history, version)):
+                return report
+            continue
+        first_step = history.steps[stretch.versions[0]]
+        state = load_version(
+            ledger,
+            history,
+            stretch.start,
+            parallel=parallel,
+            optimizer=recorded_settings(first_step).optimizer,
+            seed=seed,
+        )
+        for again in replay_steps(state, ledger, history, stretch.versions, library=library):
+            made = again.recorded.weight_version_out
+            if not add(_of_step(history, again)):
+                return report
+            if made in history.checkpoints and not add(_check(ledger, history, made)):
+                return report
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Versions that follow each other and are run again from one state, or one that is not."""
+
+    start: int
+    versions: list[int]
+    reason: str = ""
+    """Why its one version is recorded only."""
+
+
+def _stretches(
+    history: History, start: int, following: Sequence[int], here: dict[str, Any]
+) -> Iterator[_Stretch]:
+    """What of `following` can be run again in the layout `here`, in order."""
+    at: int | None = start
+    running: list[int] = []
+    first = start
+    for version in following:
+        recorded = json.loads(history.steps[version].layout)
+        reason = ""
+        if recorded != here:
+            reason = f"taken in the layout {_shown(recorded)}; here {_shown(here)}"
+        elif at is None:
+            reason = "no checkpoint between it and a step of another layout before it"
+        if not reason:
+            if not running and at is not None:
+                first = at
+            running.append(version)
+            continue
+        if running:
+            yield _Stretch(first, running)
+            running = []
+        yield _Stretch(version, [version], reason)
+        at = version if version in history.checkpoints else None
+    if running:
+        yield _Stretch(first, running)
+
+
+def _layout(parallel: ParallelSettings) -> dict[str, Any]:
+    """The layout of this process's ranks, as a step records it."""
+    layout: dict[str, Any] = json.loads(
+        canonical_json(
+            {"parallel": layout_record(parallel), "data_parallel_size": data_parallel_size()}
+        )
+    )
+    return layout
+
+
+def _shown(layout: dict[str, Any]) -> str:
+    sizes = {**layout["parallel"], "data_parallel_size": layout["data_parallel_size"]}
+    said = [f"{name} {size}" for name, size in sorted(sizes.items()) if size not in (None, 1)]
+    return ", ".join(said) or "of one rank"
+
+
+def _recorded_only(history: History, version: int, reason: str) -> Verdict:
+    return Verdict(
+        weight_version=version,
+        step=history.steps[version].step,
+        kind=RECORDED_ONLY,
+        reproduced=False,
+        detail=reason,
+        quantity="layout",
+    )
+
+
+def _of_step(history: History, again: StepAgain) -> Verdict:
+    made, difference = again.recorded.weight_version_out, again.divergence
+    if difference is None:
+        root = history.weights[made].root.hex()
+        return Verdict(
+            weight_version=made,
+            step=again.recorded.step,
+            kind="step",
+            reproduced=True,
+            detail=f"weights {root[:16]}…, optimizer, gradients, log-probs and loss "
+            f"{again.recorded.loss!r}: every bit as recorded",
+        )
+    return Verdict(
+        weight_version=made,
+        step=again.recorded.step,
+        kind="step",
+        reproduced=False,
+        detail=str(difference),
+        quantity=difference.quantity,
+        where=difference.where,
+        expected=difference.expected,
+        found=difference.found,
+    )
 
 
 def _check(ledger: Ledger, history: History, version: int) -> Verdict:
     """Compare a checkpoint with its record."""
     event = history.checkpoints[version]
     try:
-        folder = check_checkpoint(ledger, history, version)
+        folder = by_writer(lambda: check_checkpoint(ledger, history, version))
     except (Corrupt, NotFound) as error:
         return Verdict(
             weight_version=version,
