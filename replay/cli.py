@@ -18,6 +18,7 @@ from trainer.model_roles import FLAGS, FOLDERS
 from trainer.processes import (
     ElsewhereFailed,
     claim_failure,
+    failure_code,
     is_launched,
     is_writer,
     join_ranks,
@@ -102,19 +103,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ledger-replay: {error}", file=sys.stderr)
             return 2
     except LedgerError as error:
-        if claim_failure():
+        if claim_failure(2):
             print(f"ledger-replay: {error}", file=sys.stderr)
         return 2
     except ElsewhereFailed:
-        return 2
+        return failure_code()
     except KeyboardInterrupt:
-        if claim_failure():
+        if claim_failure(130):
             print("ledger-replay: interrupted", file=sys.stderr)
         return 130
     except Exception:
-        if claim_failure():
+        if claim_failure(1):
             raise
-        return 1
+        return failure_code()
 
 
 def _verify(arguments: argparse.Namespace) -> int:

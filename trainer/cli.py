@@ -21,6 +21,7 @@ from trainer.processes import (
     ElsewhereFailed,
     as_launched,
     claim_failure,
+    failure_code,
     from_writer,
     is_launched,
     is_writer,
@@ -85,20 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
     except LedgerError as error:
-        if claim_failure():
+        if claim_failure(2):
             print(f"ledger-train: {error}", file=sys.stderr)
         return 2
     except ElsewhereFailed:
-        return 2
+        return failure_code()
     except KeyboardInterrupt:
-        if claim_failure():
+        if claim_failure(130):
             print("ledger-train: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     except Exception:
         # An error of torch's on a rank whose peer has failed only says that the peer is gone.
-        if claim_failure():
+        if claim_failure(1):
             raise
-        return 1
+        return failure_code()
     if not result:
         return 0  # another rank than 0
     if as_json:

@@ -16,6 +16,8 @@ cpu_shim.install()
 # Its warnings are about its own defaults, old names and coming signatures; nobody here can act on
 # them.
 warnings.filterwarnings("ignore", module=r"megatron\.")
+# torch tells Megatron, at every collective of a distributed optimizer, of new names for it.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state

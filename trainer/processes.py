@@ -25,6 +25,7 @@ __all__ = [
     "ElsewhereFailed",
     "as_launched",
     "claim_failure",
+    "failure_code",
     "from_writer",
     "is_launched",
     "is_writer",
@@ -37,11 +38,15 @@ __all__ = [
 _T = TypeVar("_T")
 _LOOK_S = 0.25
 """How often at least a rank that waits looks whether what it waits for is there, or has failed."""
+_CODE_S = 5.0
+"""How long a rank that fails may take to say what it ends with."""
 _HEAD_S = 60.0
 """How long events may take to show in the catalog of another rank after their commit."""
 
 _store: Any = None
 _decisions = 0
+_joined = 0
+_own_world = False
 
 
 class ElsewhereFailed(Exception):
@@ -80,41 +85,47 @@ def as_launched(explicit: Mapping[str, Any]) -> dict[str, Any]:
 def join_ranks(timeout_minutes: float) -> None:
     """Meet the other ranks, where a launcher has started several. Idempotent.
 
-    A collective that waits longer than `timeout_minutes` for another rank raises torch's error.
+    A world that is there already is used as it is. A collective that waits longer than
+    `timeout_minutes` for another rank raises torch's error.
     """
-    global _store
+    global _store, _joined, _own_world
     if not is_launched() or int(os.environ["WORLD_SIZE"]) == 1 or _store is not None:
         return
     import torch
     import torch.distributed as dist
 
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(minutes=timeout_minutes)
     prefix = dist.PrefixStore  # type: ignore[attr-defined]  # exported, but not to type checkers
-    meeting = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]
-    store, rank, world_size = next(meeting)
-    dist.init_process_group(
-        # Objects and small things travel over gloo on GPUs too.
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=prefix("world", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    _store = prefix("ledger", store)
+    _own_world = not dist.is_initialized()
+    if _own_world:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = timedelta(minutes=timeout_minutes)
+        meeting = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]
+        store, rank, world_size = next(meeting)
+        dist.init_process_group(
+            # Objects and small things travel over gloo on GPUs too.
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=prefix("world", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    else:
+        store = dist.distributed_c10d._get_default_store()
+    _joined += 1
+    _store = prefix(f"ledger-{_joined}", store)
 
 
 def leave_ranks() -> None:
-    """Forget the world that `join_ranks` started, once all work is done."""
+    """Leave the other ranks, once all work is done; ends the world that `join_ranks` started."""
     global _store, _decisions
     if _store is None:
         return
     import torch.distributed as dist
 
     _store, _decisions = None, 0
-    if dist.is_initialized():
+    if _own_world and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -172,17 +183,30 @@ def _wait(key: str) -> None:
         pause_s = min(1.5 * pause_s, _LOOK_S)
 
 
-def claim_failure() -> bool:
-    """Whether this rank is the first to fail, and so the one that says why.
+def claim_failure(code: int) -> bool:
+    """Whether this rank is the first to fail, and so the one that says why; `code` is what it will
+    end with.
 
     True where nobody can be asked: better two reasons than none.
     """
     if _store is None:
         return True
     try:
-        return bool(_store.add("failed", 1) == 1)
+        first = bool(_store.add("failed", 1) == 1)
+        if first:
+            _store.set("failed-code", str(code))
     except Exception:
         return is_writer()
+    return first
+
+
+def failure_code() -> int:
+    """What the rank that failed first ends with, as do the others; 1 where it cannot be asked."""
+    try:
+        _store.wait(["failed-code"], timedelta(seconds=_CODE_S))
+        return int(_store.get("failed-code"))
+    except Exception:
+        return 1
 
 
 def wait_for_head(ledger: Ledger, run_id: str, seq: int) -> None:
