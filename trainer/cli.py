@@ -51,19 +51,39 @@ examples:
 DEFAULT_TIMEOUT_MINUTES = defaults()["distributed_timeout_minutes"]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser; what is not given on the command line is absent from its result."""
+def build_parser(*, show_megatron: bool = False) -> argparse.ArgumentParser:
+    """The parser; what is not given on the command line is absent from its result.
+
+    With `show_megatron` the help has Megatron-Core's own settings as well.
+    """
     parser = argparse.ArgumentParser(
         prog="ledger-train",
+        usage="ledger-train [options]",
         description="Train a language model from the trajectory ledger. A run that was stopped "
-        "goes on with the same command; --from-version re-trains from any weight version.",
+        "goes on with the same command; --from-version re-trains from any weight version. Every "
+        "setting of Megatron-Core is an option too, by its own name: --help-megatron lists them.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_catalog(parser)
-    add_options(parser)
+    parser.add_argument(
+        "--help-megatron",
+        action=_HelpWithMegatron,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="show this help with Megatron-Core's own settings, and exit",
+    )
+    add_options(parser, show_megatron=show_megatron)
     return parser
+
+
+class _HelpWithMegatron(argparse.Action):
+    """Prints the whole help, as -h prints the short one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        build_parser(show_megatron=True).print_help()
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,6 +37,14 @@ def test_help_is_grouped_as_users_know_it(capsys: pytest.CaptureFixture[str]) ->
     assert places == sorted(places)
     for flag in ("--eps-clip-high", "--kl-loss-type", "--n-samples-per-prompt", "--from-version"):
         assert flag in text
+    # Megatron-Core's own settings are several hundred: they have a help of their own.
+    assert "--moe-grouped-gemm" not in text
+    with pytest.raises(SystemExit) as stopped:
+        trainer.cli.main(["--help-megatron"])
+    assert stopped.value.code == 0
+    whole = capsys.readouterr().out
+    assert "--moe-grouped-gemm" in whole
+    assert "--eps-clip-high" in whole
 
 
 def test_errors_are_texts_on_standard_error_with_exit_code_2(

@@ -65,8 +65,8 @@ _TITLES: Mapping[Group, str] = {
     "routing": "routing replay",
     "parallelism": "parallelism",
     "optimizer": "optimizer",
-    "megatron": "Megatron-Core, by its own names",
     "tracking": "metrics",
+    "megatron": "Megatron-Core, by its own names",
 }
 
 
@@ -94,11 +94,17 @@ def _refusing(reason: str) -> Any:
     return refuse
 
 
-def add_options(parser: argparse.ArgumentParser, options: Sequence[Option] | None = None) -> None:
+def add_options(
+    parser: argparse.ArgumentParser,
+    options: Sequence[Option] | None = None,
+    *,
+    show_megatron: bool = True,
+) -> None:
     """Add the options, grouped. What is not given on the command line is absent from the result.
 
     Without `options`: all of this package and of Megatron-Core. A field of Megatron's that cannot
-    be given is an option as well, which says why.
+    be given is an option as well, which says why. Without `show_megatron` the help leaves
+    Megatron's own settings out, which are several hundred.
     """
     if options is None:
         options = (*OPTIONS, *passed_on_options())
@@ -118,10 +124,13 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option] | Non
             if option.group != group:
                 continue
             shown = "" if option.default is None else f" (default: {option.default})"
+            text = (option.help + shown).replace("%", "%%")
+            if group == "megatron" and not show_megatron:
+                text = argparse.SUPPRESS
             keywords: dict[str, Any] = {
                 "dest": option.name,
                 "default": argparse.SUPPRESS,
-                "help": (option.help + shown).replace("%", "%%"),
+                "help": text,
             }
             if option.type is bool:
                 keywords["action"] = argparse.BooleanOptionalAction
