@@ -56,7 +56,18 @@ def _lay_out(layout: Any, seed: int, *, again: bool) -> None:
         )
     if not again:
         parallel.shutdown()
+        _end_groups()
     parallel.initialize(layout, seed=seed, num_threads=1, deterministic=True, timeout_minutes=0.5)
+
+
+def _end_groups() -> None:
+    """Megatron forgets its groups; their threads and sockets would stay to the end."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 if __name__ == "__main__":
