@@ -37,7 +37,6 @@ def test_torchs_launcher() -> None:
 
 
 def test_ray() -> None:
-    pytest.importorskip("ray")
     failed = _start("ray", "fail", "0")
     assert failed.returncode == 3, failed.stderr
     assert "rank 0 has had enough" in failed.stderr
