@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ledger.errors import Diverged
 from tests.trainer.test_step import (
     ALGORITHM,
     NUMBERS,
@@ -24,6 +25,7 @@ from trainer.microbatch import Partition, recorded_partition
 from trainer.partition import PartitionTerms, partition_for
 from trainer.scoring import score_policy
 from trainer.step import StepResult, run_step
+from trainer.step_check import require_finite
 
 PACKED = dataclasses.replace(SIZES, use_dynamic_batch_size=True, max_tokens_per_gpu=12)
 LENGTHS = np.array([len(row) for row in sample_tokens()])
@@ -109,3 +111,15 @@ def test_the_old_policy_scores_with_the_bits_of_the_training_forward(folder):
     trained = step(state, batch, made)
     recorded = np.concatenate([signal.log_probs for signal in trained.signals])
     assert scored.tobytes() == recorded.tobytes()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_before_the_optimizer_runs(folder, value) -> None:
+    state = make_state(folder)
+    batch = batch_of(folder)
+    fine = np.zeros(2)
+    require_finite(state, batch, plan(), fine, "the policy")
+    name, parameter = next(iter(state.model.named_parameters()))
+    parameter.main_grad.view(-1)[-1] = value
+    with pytest.raises(Diverged, match=f"'{name}', rank 0"):
+        require_finite(state, batch, plan(), fine, "the policy")
