@@ -101,6 +101,8 @@ class LocalRolloutSide:
             values["engine"],
             model_dir,
             device=_device(),
+            # The engine holds what was published, bit for bit.
+            dtype="bfloat16" if values.get("bf16") else "float32",
             recompute_logprobs_via_prefill=values["recompute_logprobs_via_prefill"],
             micro_batch_rows=values["micro_batch_size"],
             seq_length=values["seq_length"],
