@@ -21,6 +21,7 @@ _SIGNALS = (
     "values",
     "advantages",
     "returns",
+    "correction_weights",
 )
 """In the order in which they are computed: each may follow from those before it."""
 
@@ -37,7 +38,7 @@ class Divergence:
     'learning rate', 'metrics', 'weights', 'optimizer', 'random state', 'critic gradients',
     'critic weights' or 'critic optimizer'; of signals 'signals' (of
     other samples), 'settings_id', 'loss_mask', 'log_probs', 'ref_log_probs',
-    'teacher_log_probs', 'values', 'advantages' or 'returns'."""
+    'teacher_log_probs', 'values', 'advantages', 'returns' or 'correction_weights'."""
     where: str
     """The micro-batch, metric, tensor or sample; empty where the quantity has no parts."""
     expected: str
@@ -89,11 +90,13 @@ def compare_steps(
             s.micro_batch_ranks.tolist(),
             s.micro_batch_rows,
             s.micro_batch_width,
+            None if s.micro_batch_widths is None else s.micro_batch_widths.tolist(),
         )
         for s in (recorded, again)
     ]
     if shapes[0] != shapes[1]:
-        return diverged("micro-batches", shapes[0], shapes[1], "offsets, ranks, rows, width")
+        was, now = shapes
+        return diverged("micro-batches", was, now, "offsets, ranks, rows, width, widths")
     for number, (a, b) in enumerate(
         zip(recorded.micro_batch_digests, again.micro_batch_digests, strict=True)
     ):
@@ -151,10 +154,11 @@ def compare_signals(
     """The first difference between the signals of a step; None where all bits agree.
 
     Samples are matched by index, in whatever order they come. First the settings of all samples are
-    compared, then the loss mask of all, log-probs, reference log-probs, values, advantages and
-    returns, so that a cause is named before what follows from it; within a quantity the first
-    sample in the order of `recorded`, and in it the first position [R] that differs. Floats are
-    compared by their bits. `step` and `weight_version` (the version it made) are what is reported.
+    compared, then the loss mask of all, log-probs, those of reference and teacher, values,
+    advantages, returns and correction weights, so that a cause is named before what follows from
+    it; within a quantity the first sample in the order of `recorded`, and in it the first position
+    [R] that differs. Floats are compared by their bits. `step` and `weight_version` (the version it
+    made) are what is reported.
     """
 
     def diverged(quantity: str, expected: object, found: object, where: str) -> Divergence:

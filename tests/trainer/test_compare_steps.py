@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ledger.events import SignalRecorded, StepCommitted, WeightsPublished
-from trainer.compare import compare_signals, compare_steps
+from trainer.compare import _SIGNALS, compare_signals, compare_steps
 
 STEP = StepCommitted(
     step=3,
@@ -56,7 +56,12 @@ CHANGES: list[tuple[str, dict[str, object], str]] = [
     ("settings", {"settings_id": OTHER, "settings": '{"lr":1}'}, ""),
     ("batch", {"indices": np.array([6, 5])}, "samples"),
     ("batch", {"batch_digest": OTHER}, ""),
-    ("micro-batches", {"micro_batch_width": 9}, "offsets, ranks, rows, width"),
+    ("micro-batches", {"micro_batch_width": 9}, "offsets, ranks, rows, width, widths"),
+    (
+        "micro-batches",
+        {"micro_batch_widths": np.array([8, 7], np.int32)},
+        "offsets, ranks, rows, width, widths",
+    ),
     ("log-probs", {"micro_batch_digests": [bytes(32), OTHER]}, "micro-batch 1"),
     ("loss", {"loss": -0.0}, ""),
     ("gradients", {"gradient_digest": OTHER}, ""),
@@ -122,6 +127,7 @@ SIGNALS = [
         values=None,
         advantages=np.array([0.5, 0.0, 0.5], np.float32),
         returns=np.array([1.0, 1.0, 1.0], np.float32),
+        correction_weights=np.array([1.0, 0.0, 2.0], np.float32),
     )
     for index in (9, 5)
 ]
@@ -137,7 +143,16 @@ OTHER_SIGNALS: list[tuple[str, object, str]] = [
     ("advantages", np.array([0.5, 0.0, 0.50000006], np.float32), "sample 5, position 2"),
     ("advantages", np.array([0.5, 0.0, 0.5], np.float64), "sample 5, dtype and length"),
     ("returns", np.array([1.0, 2.0, 3.0], np.float32), "sample 5, position 1"),
+    ("correction_weights", np.array([1.0, 0.0, 1.5], np.float32), "sample 5, position 2"),
+    ("correction_weights", None, "sample 5, all positions"),
+    ("teacher_log_probs", np.zeros(3, np.float32), "sample 5, all positions"),
 ]
+
+
+def test_nothing_of_a_signal_is_left_out():
+    """Whatever is recorded of a sample's tokens is compared when its step is run again."""
+    recorded = {c.name for c in SignalRecorded.COLUMNS if not c.measurement}
+    assert recorded - {"index", "step", "settings_id"} == set(_SIGNALS)
 
 
 @pytest.mark.parametrize(("quantity", "value", "where"), OTHER_SIGNALS)
