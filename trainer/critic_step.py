@@ -18,9 +18,9 @@ from trainer.algorithms.metrics import mean_where
 from trainer.batch import Batch
 from trainer.critic import value_loss
 from trainer.forward import micro_output
-from trainer.megatron import get_forward_backward_func
 from trainer.microbatch import MicroBatch, Partition, cut
 from trainer.ranks import data_parallel_rank, data_parallel_size, is_last_stage, share
+from trainer.schedule import run_schedule
 from trainer.state import TrainState
 
 __all__ = ["CriticOutcome", "critic_forward_backward", "critic_metrics", "score_values"]
@@ -170,14 +170,4 @@ def _schedule(
         micro = next(source)
         return micro_output(model, micro, free_routing=True), lambda values: finish(values, micro)
 
-    chunks = critic.chunks
-    outcomes: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
-        model=list(chunks),
-        num_microbatches=len(micros),
-        seq_length=micros[0].tokens_BT.shape[1],
-        micro_batch_size=micros[0].tokens_BT.shape[0],
-        forward_only=forward_only,
-    )
-    return outcomes
+    return run_schedule(forward_step, critic.chunks, micros, forward_only=forward_only)

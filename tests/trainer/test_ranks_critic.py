@@ -26,11 +26,17 @@ def alone(megatron: ParallelSettings, tmp_path_factory: pytest.TempPathFactory) 
     return folder, checks_critic.take_steps(folder, ParallelSettings())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_critic_takes_the_steps_of_one_process(ranks: Pair, alone: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [*((name, False) for name in LAYOUTS), ("tensor, sequence", True), ("pipeline", True)],
+)
+def test_a_critic_takes_the_steps_of_one_process(
+    ranks: Pair, alone: Any, name: str, packed: bool
+) -> None:
+    """Packed micro-batches have different widths: the stages of a pipeline tell each other."""
     folder, one = alone
     layout = ParallelSettings(**LAYOUTS[name])
-    first, second = ranks.run(checks_critic.take_steps, folder, layout, layout=layout)
+    first, second = ranks.run(checks_critic.take_steps, folder, layout, packed, layout=layout)
     for key in ("roots", "gradients", "metrics"):
         assert repr(first[key]) == repr(second[key])
     for mine, theirs in zip(first["values"], one["values"], strict=True):
