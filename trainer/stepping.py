@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.events import RoutingRecorded, StepCommitted
@@ -226,7 +227,9 @@ def _old_log_probs(
     if planned[0].step_in_rollout:
         # A fork in the middle of a rollout: the policy before its first step is not this state,
         # but the steps that were recorded say what it thought.
-        return [_recorded_signal(reader, batch, "log_probs") for batch, _, _ in batches]
+        source = _first_taken_on(reader, planned[0])
+        _require_old_log_probs(reader, planned[0], source)
+        return [_recorded_signal(reader, batch, "log_probs", source) for batch, _, _ in batches]
     free = routes_freely(state.model, algorithm)
     if algorithm.keep_old_actor:
         if old_actor is None:
@@ -273,18 +276,67 @@ def _old_values(
     if not needs_values(algorithm) or state.critic is None:
         return values
     if planned[0].step_in_rollout:
-        return [_recorded_signal(reader, batch, "values") for batch, _, _ in batches]
+        source = _first_taken_on(reader, planned[0])
+        return [_recorded_signal(reader, batch, "values", source) for batch, _, _ in batches]
     values[1:] = [score_values(state.critic, batch, cut_up) for batch, cut_up, _ in batches[1:]]
     return values
 
 
-def _recorded_signal(reader: Reader, batch: Batch, name: str) -> npt.NDArray[np.float32]:
+def _first_taken_on(reader: Reader, plan: PlannedStep) -> str:
+    """The branch that took the rollout's first step, where a fork goes on from its middle.
+
+    The same samples may be trained on by other branches too, from other versions.
+    """
+    steps = reader.table("step_committed", ["weight_version_out", "branch"])
+    made = steps.filter(pc.equal(steps["weight_version_out"], plan.weight_version_in))
+    if not made.num_rows:
+        raise _in_the_middle(
+            f"version {plan.weight_version_in}", "the step that made it", "none", plan
+        )
+    return str(made["branch"][0].as_py())
+
+
+def _require_old_log_probs(reader: Reader, plan: PlannedStep, branch: str) -> None:
+    """Raise unless the log-probs that the rollout's steps recorded on `branch` are by the policy
+    before its first one."""
+    steps = reader.table("step_committed", ["rollout_step", "branch", "settings"])
+    mine = pc.and_(
+        pc.equal(steps["rollout_step"], plan.rollout_step), pc.equal(steps["branch"], branch)
+    )
+    for settings in set(steps.filter(mine)["settings"].to_pylist()):
+        algorithm = json.loads(settings)["algorithm"]
+        for name in ("use_rollout_logprobs", "keep_old_actor"):
+            if algorithm.get(name):
+                raise _in_the_middle(
+                    f"branch {branch!r}",
+                    "signals with the log-probs by the policy before the rollout's first step",
+                    f"steps with --{name.replace('_', '-')}, which recorded others",
+                    plan,
+                )
+
+
+def _in_the_middle(on: str, expected: str, found: str, plan: PlannedStep) -> NotFound:
+    return NotFound(
+        explain(
+            "going on in the middle of a rollout",
+            on=f"rollout step {plan.rollout_step}, {on}",
+            expected=expected,
+            found=found,
+            do="fork at a version between two rollouts, or give --use-rollout-logprobs",
+        )
+    )
+
+
+def _recorded_signal(
+    reader: Reader, batch: Batch, name: str, branch: str
+) -> npt.NDArray[np.float32]:
     """[N] `log_probs` or `values` by the models before the rollout's first step, from the first
-    signal recorded of each sample.
+    signal that `branch` recorded of each sample.
 
     Raises NotFound where a sample of the batch has none.
     """
-    signals = reader.table("signal_recorded", ["index", name])
+    signals = reader.table("signal_recorded", ["index", "branch", name])
+    signals = signals.filter(pc.equal(signals["branch"], branch))
     if signals[name].null_count:
         signals = signals.filter(signals[name].is_valid())
     indices_S = signals["index"].to_numpy()
@@ -295,7 +347,7 @@ def _recorded_signal(reader: Reader, batch: Batch, name: str) -> npt.NDArray[np.
             raise NotFound(
                 explain(
                     "going on in the middle of a rollout",
-                    on=f"sample {index}",
+                    on=f"sample {index}, branch {branch!r}",
                     expected=f"a signal_recorded event with the {name} before the rollout's first "
                     "step",
                     found="none",

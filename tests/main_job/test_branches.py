@@ -277,6 +277,26 @@ def test_a_fork_in_the_middle_of_a_rollout_keeps_the_old_policy(
     assert roots[1_000_004] == roots[4]
 
 
+def test_the_old_policy_of_a_cut_rollout_is_that_of_the_branch_that_is_left(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    """Several branches train on the same samples, each by an old policy of its own."""
+    ledger = tmp_path / "ledger"
+    train(ledger, tiny_dense, num_steps_per_rollout=2)
+    other = {"use_tis": True, "tis_clip": 3.0}
+    retrain(ledger, 0, branch="other", lr=2e-3, **other)
+    # Between the two steps of the second rollout on that branch.
+    retrain(ledger, 1_000_003, branch="middle")
+    retrain(ledger, 0, branch="engine", use_rollout_logprobs=True)
+    with pytest.raises(NotFound, match="steps with --use-rollout-logprobs"):
+        retrain(ledger, 3_000_003, branch="mixed", **other, use_rollout_logprobs=False)
+    with open_ledger(ledger) as opened:
+        roots = {v.weight_version: v.root for v in opened.versions("run")}
+        report = verify_branch(opened, "run", "middle", parallel=ParallelSettings(), seed=42)
+    assert roots[2_000_004] == roots[1_000_004] != roots[4]
+    assert report.reproduced, report.verdicts[-1].detail
+
+
 def test_a_fresh_fork_of_a_branch_on_recorded_data_takes_new_prompts(copied: Run) -> None:
     ledger, _ = copied
     recorded = retrain(ledger, 1, advantage_estimator="rloo")
