@@ -31,6 +31,8 @@ class History:
     """The branch on which each version was made."""
     seq_of: Mapping[int, int]
     """The sequence number of each version's weights_published."""
+    head_seq: int
+    """Events up to this one were looked at."""
 
     def path(self, version: int) -> list[int]:
         """Versions from the run's first to `version`, along the parents."""
@@ -97,9 +99,13 @@ class History:
             following.append(self.steps[at])
 
 
-def read_history(ledger: Ledger, run_id: str) -> History:
-    """Read the recorded past of a run. The tables are memory-mapped; their hashes are checked."""
-    reader = ledger.reader(run_id, branch=None)
+def read_history(ledger: Ledger, run_id: str, *, as_of: int | None = None) -> History:
+    """Read the recorded past of a run, up to now or up to the event numbered `as_of`.
+
+    The tables are memory-mapped; their hashes are checked.
+    """
+    head_seq = ledger.run(run_id).head_seq if as_of is None else as_of
+    reader = ledger.reader(run_id, branch=None, as_of=head_seq)
     weights: dict[int, WeightsPublished] = {}
     branch_of: dict[int, str] = {}
     seq_of: dict[int, int] = {}
@@ -126,4 +132,5 @@ def read_history(ledger: Ledger, run_id: str) -> History:
         checkpoints=checkpoints,
         branch_of=branch_of,
         seq_of=seq_of,
+        head_seq=head_seq,
     )

@@ -87,8 +87,9 @@ def open_branch(
     checkpoints = checkpoint_root(ledger, standing)
     if standing.history is None:
         state = _start_run(ledger, standing, writer, checkpoints)
-        wait_for_head(ledger, standing.run_id, from_writer(_head(ledger, standing)))
-        history = read_history(ledger, standing.run_id)
+        head_seq = from_writer(_head(ledger, standing))
+        wait_for_head(ledger, standing.run_id, head_seq)
+        history = read_history(ledger, standing.run_id, as_of=head_seq)
         place, recorded = Place(0, 0, 0), None
         library = _library(ledger, standing, history)
     else:
@@ -167,14 +168,17 @@ def _head(ledger: Ledger, standing: Standing) -> int:
 
 
 def _share(ledger: Ledger, standing: Standing) -> Standing:
-    """Rank 0's standing, on every rank. Each reads the history for itself, from what rank 0 saw."""
-    had_history = standing.history is not None
-    seen = _head(ledger, standing)
-    bare, had_history, seen = from_writer((replace(standing, history=None), had_history, seen))
-    if is_writer() or not had_history:
-        return standing if is_writer() else bare
+    """Rank 0's standing, on every rank. Each reads the history for itself, up to the event that
+    rank 0 saw last: the parent of a branch may grow meanwhile, and what is left to train, and the
+    checkpoint to start from, must be the same for all."""
+    seen = None if standing.history is None else standing.history.head_seq
+    bare, seen = from_writer((replace(standing, history=None), seen))
+    if is_writer():
+        return standing
+    if seen is None:
+        return bare
     wait_for_head(ledger, bare.run_id, seen)
-    return replace(bare, history=read_history(ledger, bare.run_id))
+    return replace(bare, history=read_history(ledger, bare.run_id, as_of=seen))
 
 
 def model_folder(ledger: Ledger, standing: Standing) -> Path:
