@@ -282,6 +282,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         for note in algorithm_notes(
             algorithm,
             n_samples_per_prompt=values["n_samples_per_prompt"],
+            global_batch_size=values["global_batch_size"],
             group_filter=values["dynamic_sampling_filter_path"]
             if opened.recorded is None
             else None,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from ledger import open_ledger
 from ledger.errors import InvalidArgument
 from tests.trainer.advantage_cases import EVERY, advantages
+from trainer.algorithms import losses
 from trainer.algorithms.check import WITHOUT_KL, check_algorithm
 from trainer.algorithms.losses import POLICY_LOSSES
 from trainer.algorithms.notes import COMPARED, algorithm_notes
+from trainer.algorithms.unused import _BY_LOSS
 from trainer.begin import find_standing
 from trainer.option_values import validate
 from trainer.options import OPTIONS
@@ -176,6 +180,46 @@ def test_a_setting_that_the_estimator_does_not_look_at_is_said():
     assert not algorithm_notes(settings, n_samples_per_prompt=8)
     settings = AlgorithmSettings(advantage_estimator="ppo", gamma=0.9, lambd=0.5)
     assert not algorithm_notes(settings, n_samples_per_prompt=8, given=given)
+
+
+def test_what_nothing_looks_at_is_said_wherever_it_was_given():
+    settings = AlgorithmSettings(
+        policy_loss="vanilla",
+        tau_pos=2.0,
+        eps_clip=0.1,
+        opsm_delta=0.1,
+        tis_clip=3.0,
+        opd_kl_coef=2.0,
+    )
+    given = {
+        "tau_pos",
+        "eps_clip",
+        "opsm_delta",
+        "tis_clip",
+        "opd_kl_coef",
+        "critic_lr",
+        "ref_load",
+    }
+    assert algorithm_notes(settings, n_samples_per_prompt=8, given=given) == [
+        "--policy-loss vanilla does not look at --tau-pos",
+        "without --use-tis nothing looks at --tis-clip",
+        "without --use-opsm nothing looks at --opsm-delta",
+        "without --kl-coef or --use-kl-loss nothing looks at --ref-load",
+        "without a teacher in the advantages nothing looks at --opd-kl-coef",
+        "without a critic nothing looks at --critic-lr",
+    ]
+
+
+def test_every_setting_of_one_loss_alone_is_known_to_be_so():
+    """A setting of one estimator or loss that is missing in the tables would be passed over."""
+    source = "".join(path.read_text("utf-8") for path in Path(losses.__file__).parent.glob("*.py"))
+    assert set(re.findall(r"settings\.([a-z]\w*)", source)) - {"policy_loss"} == _BY_LOSS.keys()
+
+
+def test_groups_that_are_cut_between_steps_are_said():
+    (note,) = algorithm_notes(AlgorithmSettings(), n_samples_per_prompt=4, global_batch_size=6)
+    assert "--global-batch-size 6 cuts groups of 4 samples" in note
+    assert not algorithm_notes(AlgorithmSettings(), n_samples_per_prompt=4, global_batch_size=8)
 
 
 @pytest.mark.parametrize("name", EVERY)

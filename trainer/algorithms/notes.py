@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields
 
 from trainer.algorithms.advantages import ESTIMATORS
+from trainer.algorithms.unused import unused_settings
 from trainer.settings import AlgorithmSettings
 
 __all__ = ["COMPARED", "algorithm_notes"]
@@ -27,37 +27,21 @@ COMPARED = frozenset(
 )
 """Estimators that compare the rollouts of a group."""
 
-_DIVIDED = frozenset({"grpo", "gdpo", "pass_at_k"})
-_DISCOUNTED = frozenset({"reinforce", "reinforce_plus_plus", "ppo"})
-_USED_BY: dict[str, frozenset[str]] = {
-    "advantage_deviation": _DIVIDED | {"group_norm"},
-    "advantage_epsilon": _DIVIDED | {"group_norm", "maxrl"},
-    "discount_masked_tokens": _DISCOUNTED | {"remax"},
-    "gamma": _DISCOUNTED,
-    "gdpo_reward_keys": frozenset({"gdpo"}),
-    "gdpo_reward_weights": frozenset({"gdpo"}),
-    "gdpo_whitening": frozenset({"gdpo"}),
-    "grpo_std_scope": frozenset({"grpo", "gdpo"}),
-    "lambd": frozenset({"ppo"}),
-    "remax_baseline_key": frozenset({"remax"}),
-    "use_leave_one_out_baseline": frozenset({"grpo", "gdpo"}),
-}
-"""Settings that some estimators look at and others do not."""
-
 
 def algorithm_notes(
     settings: AlgorithmSettings,
     *,
     n_samples_per_prompt: int,
+    global_batch_size: int | None = None,
     group_filter: str | None = None,
     given: Collection[str] = (),
 ) -> list[str]:
     """Sentences for the reader of a run's first lines; none where there is nothing to say.
 
-    `group_filter` is the dynamic sampling filter by its name, None where groups are not filtered;
-    `given` are the options that were said explicitly.
+    `global_batch_size` are the samples of an optimizer step; `group_filter` is the dynamic sampling
+    filter by its name, None where groups are not filtered; `given` are the options that were said
+    explicitly.
     """
-    name = settings.advantage_estimator
     notes = []
     if n_samples_per_prompt == 1:
         notes.append(_one_sample(settings))
@@ -66,18 +50,13 @@ def algorithm_notes(
                 "--dynamic-sampling-filter-path check_reward_nonzero_std drops every group of one "
                 "rollout: give 'none'"
             )
-    if name in ESTIMATORS:
-        defaults = {f.name: f.default for f in fields(AlgorithmSettings)}
-        unused = [
-            setting
-            for setting, estimators in sorted(_USED_BY.items())
-            if setting in given
-            and name not in estimators
-            and getattr(settings, setting) != defaults[setting]
-        ]
-        if unused:
-            flags = ", ".join(f"--{setting.replace('_', '-')}" for setting in unused)
-            notes.append(f"--advantage-estimator {name} does not look at {flags}")
+    if global_batch_size is not None and global_batch_size % n_samples_per_prompt:
+        notes.append(
+            f"--global-batch-size {global_batch_size} cuts groups of {n_samples_per_prompt} "
+            "samples between optimizer steps, each of which knows its own samples alone; make it a "
+            "multiple of --n-samples-per-prompt"
+        )
+    notes += unused_settings(settings, given)
     return notes
 
 
