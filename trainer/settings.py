@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ledger.errors import InvalidArgument, explain
+from ledger.redact import redact
 from trainer.settings_conditions import advantage_conditions, loss_conditions, routing_conditions
 
 __all__ = [
@@ -395,7 +396,8 @@ def settings_record(
 
 
 def layout_record(parallel: ParallelSettings) -> dict[str, Any]:
-    """The layout of a step as it records it (`step_committed.layout`), on the same terms."""
+    """The layout of a step as it records it (`step_committed.layout`), on the same terms;
+    without secrets in what is Megatron's own."""
     always = {
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -405,7 +407,7 @@ def layout_record(parallel: ParallelSettings) -> dict[str, Any]:
     }
     default = ParallelSettings()
     return {
-        f.name: value
+        f.name: redact(value) if f.name == "megatron" else value
         for f in fields(parallel)
         if (value := getattr(parallel, f.name)) != getattr(default, f.name) or f.name in always
     }

@@ -16,6 +16,7 @@ import torch
 
 from ledger.canonical import canonical_json, json_digest
 from ledger.events import RoutingRecorded, SignalRecorded, StepCommitted, WeightsPublished
+from ledger.redact import redact
 from ledger.weights import weights_root
 from trainer.algorithms.advantages import estimate
 from trainer.algorithms.aggregate import token_weights
@@ -166,7 +167,7 @@ def run_step(
             algorithm, state.settings, sizes, None if critic is None else critic.settings
         ),
         **models.record(),
-        **({"megatron": dict(state.parallel.megatron)} if state.parallel.megatron else {}),
+        **({"megatron": redact(state.parallel.megatron)} if state.parallel.megatron else {}),
     }
     settings, settings_id = canonical_json(all_settings), json_digest(all_settings)
     trainer_N = outcome.log_probs_N if old_log_probs_N is None else old_log_probs_N

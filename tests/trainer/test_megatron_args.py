@@ -76,6 +76,13 @@ def test_what_is_given_is_parsed_and_recorded() -> None:
     assert layout_record(settings)["megatron"] == passed
 
 
+def test_a_secret_in_an_address_is_recorded_nowhere() -> None:
+    given = validate({"config_logger_dir": "s3://user:secret@host/logs"})
+    settings = parallel_settings(given)
+    assert settings.megatron == {"config_logger_dir": "s3://user:secret@host/logs"}
+    assert "secret" not in str(layout_record(settings))
+
+
 def test_what_is_not_given_is_not_recorded() -> None:
     assert parallel_settings(validate({})).megatron == {}
     assert "megatron" not in layout_record(parallel_settings(validate({})))
