@@ -169,7 +169,8 @@ def replaying(
 
 @contextlib.contextmanager
 def recomputing(chunks: Sequence[Any]) -> Iterator[None]:
-    """Around the forwards and backwards of a step: afterwards nothing is left of them.
+    """Around the forwards and backwards of a step: afterwards nothing is left of them but what
+    was counted; after an error not even that.
 
     Raises InvalidArgument where ids are left that a recomputation should have used.
     """
@@ -179,6 +180,7 @@ def recomputing(chunks: Sequence[Any]) -> Iterator[None]:
         for chunk in chunks:
             for guide in routers(chunk):
                 guide.forget()
+                guide.counts = None
         raise
     for chunk in chunks:
         finish_backward(chunk)
