@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer.algorithms.metrics import mean_where
 from trainer.batch import Batch
+from trainer.context_parallel import put_together
 from trainer.critic import value_loss
 from trainer.forward import micro_output
 from trainer.microbatch import MicroBatch, Partition, cut
@@ -150,9 +151,11 @@ def critic_metrics(
 def _values_at(values_BT1: Tensor, micro: MicroBatch) -> Tensor:
     """[n] float32: the value where each response token is predicted."""
     if micro.sequence_starts is not None:
-        return values_BT1[:, 0].float()  # the head of packed rows sees the response tokens alone
-    columns_n = torch.from_numpy(micro.columns_n).to(values_BT1.device)
-    return values_BT1.flatten(0, 1).index_select(0, columns_n)[:, 0].float()
+        values_n = values_BT1  # the head of packed rows sees the response tokens alone
+    else:
+        columns_n = torch.from_numpy(micro.columns_n).to(values_BT1.device)
+        values_n = values_BT1.flatten(0, 1).index_select(0, columns_n)
+    return put_together(values_n[:, 0].float(), micro)
 
 
 def _schedule(

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
+from trainer.context_parallel import put_together
 from trainer.kept_sets import log_probs_over_sets
 from trainer.megatron import ColumnParallelLinear, parallel_state, unwrap
 from trainer.microbatch import MicroBatch
 from trainer.packed_attention import packed_sequences
 from trainer.parallel import device
 from trainer.routing_replay import is_moe, recording, replaying
+from trainer.transformer_engine import uses_engine
 from trainer.vocab_parallel import exclude_padding, log_probs_over_ranks
 
 __all__ = [
@@ -125,7 +127,19 @@ def log_probs_at(
     engine which does the same on bitwise equal logits gets bitwise equal numbers. The temperature
     is the one recorded with each sample, whatever the options of this run say; where the ids that
     top-p and top-k left are recorded, the softmax is over them alone.
+
+    Of a part of a micro-batch, its context-parallel group puts the numbers together: all n.
     """
+    log_probs_n, entropy_n = _own_log_probs(logits, micro, want_entropy, entropy_gradient)
+    return (
+        put_together(log_probs_n, micro),
+        None if entropy_n is None else put_together(entropy_n, micro),
+    )
+
+
+def _own_log_probs(
+    logits: Tensor, micro: MicroBatch, want_entropy: bool, entropy_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     targets_n = torch.from_numpy(micro.targets_n).to(logits.device)
     logits_nV = logits
     if micro.sequence_starts is None:
@@ -229,7 +243,11 @@ def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
     """Logits [B, T, V] of a forward over right-padded rows. Routing is as the routers stand."""
     rows, width = tokens_BT.shape
     positions = torch.arange(width, device=tokens_BT.device).expand(rows, width)
-    logits: Tensor = model(tokens_BT, positions, _causal_mask(width, tokens_BT.device))
+    config = unwrap(model).config
+    # TransformerEngine's attention masks by itself, and over tokens of other ranks.
+    own_mask = config.context_parallel_size > 1 or uses_engine(config)
+    mask = None if own_mask else _causal_mask(width, tokens_BT.device)
+    logits: Tensor = model(tokens_BT, positions, mask)
     return _without_padding(model, logits)
 
 

@@ -33,6 +33,13 @@ from trainer.megatron import (
 )
 from trainer.packed_attention import CoreAttention
 from trainer.rotary import Llama3Scaling, YarnScaling
+from trainer.transformer_engine import (
+    block_norm,
+    check_architecture,
+    context_attention,
+    engine_layer,
+    uses_engine,
+)
 
 __all__ = [
     "block_spec",
@@ -169,7 +176,11 @@ def block_spec(
 
     `vp_stage` and `pp_rank` as Megatron's own functions take them: None means this rank's only
     stage.
+
+    Raises InvalidArgument where TransformerEngine's modules are asked for, and the architecture
+    has none of them, or they are not installed.
     """
+    check_architecture(architecture, config)
     dense = _layer_spec(architecture, config, None)
     if architecture.experts is None:
         layers = [dense] * architecture.num_hidden_layers
@@ -178,7 +189,7 @@ def block_spec(
         layers = [routed if has else dense for has in architecture.experts.layers]
     return TransformerBlockSubmodules(
         layer_specs=[layers[n] for n in _layers_here(config, vp_stage, pp_rank)],
-        layer_norm=RMSNorm,
+        layer_norm=block_norm() if uses_engine(config) else RMSNorm,
     )
 
 
@@ -199,6 +210,8 @@ def _layers_here(
 def _layer_spec(
     architecture: Architecture, config: TransformerConfig, num_experts: int | None
 ) -> ModuleSpec:
+    if uses_engine(config):
+        return _with_norms_after(architecture, config, engine_layer(architecture, num_experts))
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
@@ -209,7 +222,9 @@ def _layer_spec(
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = CoreAttention
+    attention.core_attention = (
+        context_attention() if config.context_parallel_size > 1 else CoreAttention
+    )
     if architecture.latent is not None:
         parts.self_attention.module = LatentSelfAttention
         attention.core_attention = LatentAttention
@@ -220,7 +235,15 @@ def _layer_spec(
             attention.q_layernorm = norm
     elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return _with_norms_after(architecture, config, layer)
+
+
+def _with_norms_after(
+    architecture: Architecture, config: TransformerConfig, layer: ModuleSpec
+) -> ModuleSpec:
+    """The layer, with GLM-4's norms of what attention and feed-forward give, if it has them."""
     if architecture.sandwich_norms:
+        parts = layer.submodules
         parts.self_attn_bda = ModuleSpec(NormedResidual, params={"config": config})
         parts.mlp_bda = ModuleSpec(NormedResidual, params={"config": config})
     return layer
@@ -255,6 +278,8 @@ def _scale_after_product(model: GPTModel) -> None:
     """
     for layer in model.decoder.layers:
         attention = layer.self_attention.core_attention
+        if not isinstance(attention, CoreAttention):
+            continue  # TransformerEngine's kernels have an order of their own
         if math.frexp(attention.softmax_scale)[0] != 0.5:
             attention.scale_mask_softmax.scale = attention.softmax_scale
             attention.softmax_scale = 1.0

@@ -32,6 +32,7 @@ def check_layout(settings: ParallelSettings, world_size: int, *, cuda: bool) -> 
         if size is not None and size < 1:
             raise _refused(_flag(name), "1 or more", size)
     _check_context(settings, cuda=cuda)
+    _check_implementation(settings, cuda=cuda)
     tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
     of_model = tensor * pipeline * settings.context_parallel_size
     if world_size % of_model:
@@ -69,19 +70,58 @@ def check_layout(settings: ParallelSettings, world_size: int, *, cuda: bool) -> 
 def _check_context(settings: ParallelSettings, *, cuda: bool) -> None:
     if settings.context_parallel_size == 1:
         return
+    missing = _missing_for_engine(cuda=cuda)
+    if missing is not None:
+        raise _refused(
+            "--context-parallel-size",
+            "1: Megatron-Core splits attention over the context only through TransformerEngine's "
+            "TEDotProductAttention, on GPUs",
+            f"{settings.context_parallel_size}, {missing}",
+            "split the model by --tensor-model-parallel-size with --sequence-parallel instead",
+        )
+    if not settings.bf16:
+        raise _refused(
+            "--context-parallel-size",
+            "--bf16 with it: TransformerEngine's attention over several ranks has kernels for 16 "
+            "bits alone",
+            "float32",
+            "add --bf16",
+        )
+    if settings.attention_backend in ("local", "unfused"):
+        raise _refused(
+            "--attention-backend with --context-parallel-size",
+            "auto, flash or fused: the others hold no part of a sequence",
+            settings.attention_backend,
+        )
+    kinds = settings.megatron.get("cp_comm_type")
+    if "a2a+p2p" in (kinds if isinstance(kinds, (list, tuple)) else [kinds]):
+        raise _refused(
+            "--cp-comm-type",
+            "p2p, all_gather or a2a: no groups of two levels are started",
+            "a2a+p2p",
+        )
+
+
+def _check_implementation(settings: ParallelSettings, *, cuda: bool) -> None:
+    kind = settings.megatron.get("transformer_impl", "local")
+    if kind == "local":
+        return
+    missing = _missing_for_engine(cuda=cuda)
+    if kind != "transformer_engine":
+        raise _refused("--transformer-impl", "local or transformer_engine: it trains", kind)
+    if missing is not None:
+        raise _refused(
+            "--transformer-impl", "local, where there is no TransformerEngine", f"{kind}, {missing}"
+        )
+
+
+def _missing_for_engine(*, cuda: bool) -> str | None:
+    """What TransformerEngine's modules lack here; None where nothing is known to be missing."""
     if not cuda:
-        found = "no CUDA device"
-    elif find_spec("transformer_engine") is None:
-        found = "transformer_engine is not installed"
-    else:
-        found = "a version of this package whose batches are not split along the context"
-    raise _refused(
-        "--context-parallel-size",
-        "1: Megatron-Core splits attention over the context only through TransformerEngine's "
-        "TEDotProductAttention, on GPUs",
-        f"{settings.context_parallel_size}, {found}",
-        "split the model by --tensor-model-parallel-size with --sequence-parallel instead",
-    )
+        return "no CUDA device"
+    if find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed"
+    return None
 
 
 def check_model_layout(

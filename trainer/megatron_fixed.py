@@ -54,6 +54,8 @@ _SCHEDULE = "--pipeline-model-parallel-size and --num-virtual-stages-per-pipelin
 _WITHOUT_INITIALISATION = "weights come from --hf-checkpoint or a checkpoint, none are drawn"
 _DROPOUT = "log-probs are those of the policy that samples, which drops nothing"
 
+_CONTEXT = "--context-parallel-size divides every sequence over one group of ranks"
+
 FIXED = {
     "attention_dropout": _DROPOUT,
     "autocast_dtype": _PRECISION,
@@ -65,9 +67,12 @@ FIXED = {
     "fp16": _PRECISION,
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32 decides it",
     "hidden_dropout": _DROPOUT,
+    "hierarchical_context_parallel_sizes": _CONTEXT,
+    "hybrid_context_parallel": _CONTEXT,
     "init_method": _WITHOUT_INITIALISATION,
     "init_method_std": _WITHOUT_INITIALISATION,
     "inference_rng_tracker": "a rank's random state is part of the recorded state",
+    "max_seqlen_per_dp_cp_rank": _CONTEXT,
     "moe_enable_routing_replay": "--use-routing-replay and --use-rollout-routing-replay decide it",
     "optimizer": "the recorded state is Adam's",
     "output_layer_init_method": _WITHOUT_INITIALISATION,

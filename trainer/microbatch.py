@@ -21,7 +21,7 @@ from ledger.events import StepCommitted
 from trainer.batch import Batch
 from trainer.kept_sets import KeptSets
 
-__all__ = ["MicroBatch", "Partition", "cut", "recorded_partition"]
+__all__ = ["ContextPart", "MicroBatch", "Partition", "cut", "recorded_partition"]
 
 PADDING_ID = 0
 """Any id will do: padding on the right reaches no column of a real token."""
@@ -47,6 +47,18 @@ class Partition:
     def of_rank(self, rank: int) -> list[int]:
         """The micro-batches of a data-parallel rank, in order."""
         return np.flatnonzero(self.ranks_M == rank).tolist()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ContextPart:
+    """Where the tokens of a context-parallel rank come from (`trainer.context_parallel`)."""
+
+    own_o: npt.NDArray[np.int64]
+    """[o] Which of the micro-batch's n response tokens are about this rank's tokens, ascending."""
+    width: int
+    """Tokens of a whole row."""
+    here: npt.NDArray[np.int64]
+    """[rows · width] Place of each token of the whole rows in those of this rank; −1: elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -82,6 +94,9 @@ class MicroBatch:
     """[rows, T, L, K] Recorded gate weights, on the same terms; 1/K in padding."""
     routed_BT: npt.NDArray[np.bool_] | None = None
     """[rows, T] Tokens whose experts were recorded; None without `expert_ids`."""
+    context: ContextPart | None = None
+    """None: all tokens are here. Otherwise tokens, positions, columns, targets, temperatures, kept
+    sets and experts are those of this context-parallel rank, and the rest is of the whole."""
 
 
 def recorded_partition(step: StepCommitted) -> Partition:
@@ -148,6 +163,7 @@ def _cut_one(batch: Batch, plan: Partition, m: int) -> MicroBatch:
         kept_sets=None
         if batch.kept_sets is None
         else batch.kept_sets.of(np.arange(offsets_N[first], offsets_N[last])),
+        context=None,
         **_place_routing(batch, first, last, starts_S, rows, width),
     )
 

@@ -245,6 +245,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelSettings) -
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "attention_backend": AttnBackend[parallel.attention_backend],
+        "transformer_impl": "local",
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,

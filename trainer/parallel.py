@@ -18,6 +18,7 @@ from trainer.megatron import (
 )
 from trainer.megatron_args import check_on_device
 from trainer.settings import ParallelSettings
+from trainer.transformer_engine import require_engine
 
 __all__ = ["determinism_report", "device", "initialize", "seed_everything", "shutdown"]
 
@@ -56,6 +57,10 @@ def initialize(
     world_size = dist.get_world_size() if dist.is_initialized() else _environment()[1]
     check_layout(settings, world_size, cuda=torch.cuda.is_available())
     check_on_device(settings.megatron, cuda=torch.cuda.is_available())
+    if settings.context_parallel_size > 1:
+        require_engine("--context-parallel-size")
+    if settings.megatron.get("transformer_impl", "local") != "local":
+        require_engine("--transformer-impl")
     asked = (settings, num_threads, deterministic)
     if _started is not None and _started != asked:
         raise InvalidArgument(
@@ -107,6 +112,8 @@ def _pin(num_threads: int, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Without these two the reductions of NCCL may take another path in another run.
         os.environ.setdefault("NCCL_ALGO", "Ring")
+        # TransformerEngine's attention asks for it in this way; Megatron wants it said.
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
         torch.backends.cudnn.benchmark = False
 
 

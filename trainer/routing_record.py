@@ -52,6 +52,9 @@ class RoutingRecorder:
         elif parallel_state.get_tensor_model_parallel_rank():
             return  # the first rank of the group saw the same tokens
         places, targets = self._places(micro)
+        if micro.context is not None:
+            places = micro.context.here[places]
+            places, targets = places[places >= 0], targets[places >= 0]
         column = places % width - first_column
         own = (column >= 0) & (column < columns)
         # Megatron's order: sequence before batch.
@@ -62,11 +65,13 @@ class RoutingRecorder:
                 self._weights[targets[own], guide.moe_layer] = weights.cpu().numpy()[taken]
 
     def _places(self, micro: MicroBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Where the recorded tokens of a micro-batch are: in its [rows · T], and among all R."""
+        """Where the recorded tokens of a micro-batch are: in its whole rows, and among all R."""
         counts_S = self._rows_B[micro.samples]
-        starts_S = np.arange(len(counts_S)) * micro.tokens_BT.shape[1]
+        width = micro.tokens_BT.shape[1] if micro.context is None else micro.context.width
+        starts_S = np.arange(len(counts_S)) * width
         if micro.sequence_starts is not None:
-            starts_S = micro.sequence_starts[:-1].astype(np.int64)
+            # A part of a row may end with a sequence of padding.
+            starts_S = micro.sequence_starts[: len(counts_S)].astype(np.int64)
         before_S = np.cumsum(counts_S) - counts_S
         within = np.arange(counts_S.sum()) - np.repeat(before_S, counts_S)
         first = int(self._ends_B[micro.samples.start] - self._rows_B[micro.samples.start])

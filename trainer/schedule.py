@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from ledger.errors import InvalidArgument, explain
-from trainer.megatron import get_forward_backward_func, unwrap
+from trainer.context_parallel import context_part, with_even_sequences
+from trainer.megatron import get_forward_backward_func, parallel_state, unwrap
 from trainer.microbatch import PADDING_ID, MicroBatch
 
 __all__ = ["ForwardStep", "run_schedule", "widened_to"]
@@ -35,14 +36,13 @@ def run_schedule(
 
     With `forward_only` nothing is differentiated; otherwise the gradients are complete on return.
     Where the layout wants rows of other widths, forward steps see the micro-batches with more
-    padding on the right, and nothing else changes.
+    padding on the right, and nothing else changes; with context parallelism, this rank's part.
 
     Raises InvalidArgument where the layout cannot take these micro-batches.
     """
     config = unwrap(chunks[0]).config
-    if config.sequence_parallel:
-        # Each rank of the group has an equal run of the sequence.
-        micros = [widened_to(micro, config.tensor_model_parallel_size) for micro in micros]
+    context = config.context_parallel_size
+    micros = [_for_layout(micro, config) for micro in micros]
     _check(config, micros, len(chunks))
     for chunk in chunks:
         # Stages tell each other the shape of what they send.
@@ -52,11 +52,26 @@ def run_schedule(
         data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
         model=list(chunks),
         num_microbatches=len(micros),
-        seq_length=micros[0].tokens_BT.shape[1],
+        seq_length=micros[0].tokens_BT.shape[1] * context,
         micro_batch_size=micros[0].tokens_BT.shape[0],
         forward_only=forward_only,
     )
     return made
+
+
+def _for_layout(micro: MicroBatch, config: Any) -> MicroBatch:
+    """The micro-batch, or this rank's part of it, in a width that the layout can divide."""
+    # Under sequence parallelism each rank of the group has an equal run of the sequence.
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    size = config.context_parallel_size
+    if size == 1:
+        return widened_to(micro, multiple)
+    even = 2 * size
+    if micro.sequence_starts is None:
+        micro = widened_to(micro, even * multiple)
+    else:
+        micro = with_even_sequences(micro, even, even * multiple)
+    return context_part(micro, int(parallel_state.get_context_parallel_rank()), size)
 
 
 def widened_to(micro: MicroBatch, multiple: int) -> MicroBatch:

@@ -120,6 +120,9 @@ _LAYER = {
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    # TransformerEngine's projections hold the norm before them.
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
 }
 
 _GROUPED_QUERIES = {
