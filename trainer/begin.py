@@ -25,7 +25,7 @@ from trainer.option_values import check_values, content_of, places_of, validate
 from trainer.options import OPTIONS
 from trainer.presets import spelled_out
 
-__all__ = ["Standing", "checkpoint_root", "find_standing"]
+__all__ = ["Standing", "checkpoint_root", "find_standing", "new_model_folder"]
 
 DEFAULT_RUN = "run"
 
@@ -313,3 +313,32 @@ def checkpoint_root(ledger: Ledger, standing: Standing) -> Path:
             )
         )
     return ledger.root / "checkpoints" / standing.run_id
+
+
+def new_model_folder(values: Mapping[str, Any]) -> Path:
+    """The folder of the model that a new run starts from: --hf-checkpoint.
+
+    Raises InvalidArgument without --hf-checkpoint, NotFound where there is no model in it.
+    """
+    if not values["hf_checkpoint"]:
+        raise InvalidArgument(
+            explain(
+                "starting a run",
+                on="--hf-checkpoint",
+                expected="the folder of a Hugging Face model to start from",
+                found="nothing",
+                do="make a model with `python -m rollout.models tiny --output models/tiny`, or "
+                "give the folder of one of yours",
+            )
+        )
+    folder = Path(values["hf_checkpoint"])
+    if not (folder / "config.json").is_file():
+        raise NotFound(
+            explain(
+                "starting a run",
+                on=f"--hf-checkpoint {folder}",
+                expected="a folder with config.json, model.safetensors and tokenizer.json",
+                found="no config.json in it" if folder.is_dir() else "no such folder",
+            )
+        )
+    return folder

@@ -185,6 +185,9 @@ def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
             )
         )
     if not is_launched():
+        from trainer.before_ranks import check_before_ranks
+
+        check_before_ranks(standing)
         nodes, per_node = values["actor_num_nodes"], values["actor_num_gpus_per_node"]
         raise RanksNeeded(RankPlan(nodes, per_node, values["launcher"]))
     return standing

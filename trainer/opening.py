@@ -18,9 +18,10 @@ from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted
 from ledger.store import Ledger
 from ledger.writer import Writer
 from trainer.algorithms.needs import needs_values
-from trainer.begin import Standing, checkpoint_root, find_standing
+from trainer.begin import Standing, checkpoint_root, find_standing, new_model_folder
 from trainer.checkpoint_formats import FORMAT, format_of
 from trainer.critic import create_critic, critic_settings
+from trainer.frozen import FrozenModel
 from trainer.history import History, read_history
 from trainer.loop import Place
 from trainer.model import read_config
@@ -31,8 +32,9 @@ from trainer.restore import check_checkpoint, checkpoint_folder, restore
 from trainer.saving import Saver, checkpoint_of
 from trainer.settings import algorithm_settings, optimizer_settings, parallel_settings
 from trainer.state import TrainState, create_state
+from trainer.step_check import check_policy
 from trainer.step_events import weights_event
-from trainer.step_models import ModelLibrary, model_places
+from trainer.step_models import ModelLibrary, load_named, model_places
 
 __all__ = [
     "Opened",
@@ -86,12 +88,13 @@ def open_branch(
     standing = _share(ledger, standing)
     checkpoints = checkpoint_root(ledger, standing)
     if standing.history is None:
-        state = _start_run(ledger, standing, writer, checkpoints)
+        state, named = _start_run(ledger, standing, writer, checkpoints)
         head_seq = from_writer(_head(ledger, standing))
         wait_for_head(ledger, standing.run_id, head_seq)
         history = read_history(ledger, standing.run_id, as_of=head_seq)
         place, recorded = Place(0, 0, 0), None
         library = _library(ledger, standing, history)
+        library.loaded |= named
     else:
         history = standing.history
         library = _library(ledger, standing, history)
@@ -115,6 +118,9 @@ def open_branch(
             algorithm_settings(standing.values),
             critic_settings(optimizer_settings(standing.values), standing.values),
         )
+        # What the steps ask is there before the branch is.
+        check_policy(state, algorithm_settings(standing.values))
+        library.models_for(algorithm_settings(standing.values))
         if is_writer():
             writer = _go_on(ledger, standing, writer, history, place)
         # A branch that is new must be there before its number is asked for.
@@ -199,28 +205,7 @@ def model_folder(ledger: Ledger, standing: Standing) -> Path:
             v for v in standing.history.path(start) if v in saved and saved[v].format == FORMAT
         ]
         return check_checkpoint(ledger, standing.history, named[-1] if named else start)
-    if not standing.values["hf_checkpoint"]:
-        raise InvalidArgument(
-            explain(
-                "starting a run",
-                on="--hf-checkpoint",
-                expected="the folder of a Hugging Face model to start from",
-                found="nothing",
-                do="make a model with `python -m rollout.models tiny --output models/tiny`, or "
-                "give the folder of one of yours",
-            )
-        )
-    folder = Path(standing.values["hf_checkpoint"])
-    if not (folder / "config.json").is_file():
-        raise NotFound(
-            explain(
-                "starting a run",
-                on=f"--hf-checkpoint {folder}",
-                expected="a folder with config.json, model.safetensors and tokenizer.json",
-                found="no config.json in it" if folder.is_dir() else "no such folder",
-            )
-        )
-    return folder
+    return new_model_folder(standing.values)
 
 
 def _start(standing: Standing, history: History, place: Place) -> int:
@@ -243,7 +228,8 @@ def _take_over(ledger: Ledger, standing: Standing) -> Writer | None:
 
 def _start_run(
     ledger: Ledger, standing: Standing, writer: Writer | None, checkpoints: Path
-) -> TrainState:
+) -> tuple[TrainState, dict[tuple[str, str | None], FrozenModel]]:
+    """The state of the first version, and the models that have a folder of their own."""
     values = standing.values
     model_dir = model_folder(ledger, standing)
     state = create_state(
@@ -252,6 +238,7 @@ def _start_run(
         optimizer_settings(values),
         seed=values["rollout_seed"],
     )
+    check_policy(state, algorithm_settings(values))
     if needs_values(algorithm_settings(values)):
         state.critic = create_critic(
             values["critic_load"] or model_dir,
@@ -260,6 +247,12 @@ def _start_run(
             critic_settings(optimizer_settings(values), values),
             seed=values["rollout_seed"],
         )
+    named = load_named(
+        values,
+        algorithm_settings(values),
+        parallel_settings(values),
+        vocab_size=int(read_config(model_dir)["vocab_size"]),
+    )
     weights = weights_event(
         state.tensor_records(), weight_version=0, parent_version=None, step=None
     )
@@ -291,7 +284,7 @@ def _start_run(
     )
     if writer is not None:
         writer.append([started, weights, saved])
-    return state
+    return state, named
 
 
 def _go_on(

@@ -19,7 +19,7 @@ from trainer.routing_replay import count_moe_layers, is_moe, require_replayable
 from trainer.settings import AlgorithmSettings, BatchSettings
 from trainer.state import TrainState
 
-__all__ = ["check_step", "require_finite"]
+__all__ = ["check_policy", "check_step", "require_finite"]
 
 
 def check_step(
@@ -75,6 +75,21 @@ def check_step(
     _check_old(batch, algorithm, step_in_rollout, old_log_probs_N)
 
 
+def check_policy(state: TrainState, algorithm: AlgorithmSettings) -> None:
+    """Whether the settings ask of the policy what it has, before a step and before a run begins.
+
+    Raises InvalidArgument for routing replay without experts.
+    """
+    by_policy = algorithm.routing_replay == "old_policy"
+    if not is_moe(state.model) and (by_policy or algorithm.replay_routing_weights):
+        raise _wrong(
+            "a dense model",
+            "no routing replay: there are no experts",
+            "--use-routing-replay" if by_policy else "--replay-routing-weights",
+            "leave the option out",
+        )
+
+
 def _check_routing(state: TrainState, batch: Batch, algorithm: AlgorithmSettings) -> None:
     mode = algorithm.routing_replay
     if not is_moe(state.model):
@@ -85,13 +100,7 @@ def _check_routing(state: TrainState, batch: Batch, algorithm: AlgorithmSettings
                 "samples of a model with experts",
                 "train the model that sampled them",
             )
-        if mode == "old_policy" or algorithm.replay_routing_weights:
-            raise _wrong(
-                "a dense model",
-                "no routing replay: there are no experts",
-                "--use-routing-replay" if mode == "old_policy" else "--replay-routing-weights",
-                "leave the option out",
-            )
+        check_policy(state, algorithm)
         return
     if mode == "free":
         if batch.expert_ids is not None:

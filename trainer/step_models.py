@@ -28,7 +28,9 @@ from trainer.restore_checkpoint import check_checkpoint
 from trainer.settings import AlgorithmSettings, OptimizerSettings, ParallelSettings
 from trainer.state import TrainState
 
-__all__ = ["ModelLibrary", "model_places"]
+__all__ = ["ModelLibrary", "load_named", "model_places"]
+
+_AS_NAMED = "as the options say"
 
 
 def model_places(
@@ -54,6 +56,38 @@ def model_places(
     return found
 
 
+def load_named(
+    values: Mapping[str, Any],
+    algorithm: AlgorithmSettings,
+    parallel: ParallelSettings,
+    *,
+    vocab_size: int,
+) -> dict[tuple[str, str | None], FrozenModel]:
+    """The frozen models of a new run that have a folder of their own, for `ModelLibrary.loaded`.
+
+    They are loaded before the run's first event, so that a folder that is refused leaves no run
+    behind whose settings name it. Raises what `load_frozen` raises.
+    """
+    places = model_places(values)
+    return {
+        (role, _AS_NAMED): load_frozen(
+            places[role][0], parallel, role=role, flag=FLAGS[role], vocab_size=vocab_size
+        )
+        for role in _roles(algorithm)
+        if places[role]
+    }
+
+
+def _roles(algorithm: AlgorithmSettings) -> list[str]:
+    """Which frozen models the steps ask."""
+    roles = []
+    if algorithm.use_kl_loss or algorithm.kl_coef != 0:
+        roles.append("reference")
+    if needs_teacher(algorithm):
+        roles.append("teacher")
+    return roles
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelLibrary:
     """The models that the steps of a run may ask, each loaded once, when it is first asked for."""
@@ -65,7 +99,8 @@ class ModelLibrary:
     """Role → folders where the model may be, the likeliest first."""
     seed: int
     """Of the run: a new critic's value head is drawn from it."""
-    _loaded: dict[tuple[str, str | None], FrozenModel] = field(default_factory=dict)
+    loaded: dict[tuple[str, str | None], FrozenModel] = field(default_factory=dict)
+    """Those that were loaded so far: `load_named`'s, to begin with."""
 
     def models_for(
         self, algorithm: AlgorithmSettings, recorded: Mapping[str, str] | None = None
@@ -75,12 +110,7 @@ class ModelLibrary:
         `recorded` is what a recorded step says of them (role → root), for a step that is run again;
         None for a new step, which takes what the options name. Raises what `load_frozen` raises.
         """
-        roles = []
-        if algorithm.use_kl_loss or algorithm.kl_coef != 0:
-            roles.append("reference")
-        if needs_teacher(algorithm):
-            roles.append("teacher")
-        return StepModels(**{role: self._model(role, recorded) for role in roles})
+        return StepModels(**{role: self._model(role, recorded) for role in _roles(algorithm)})
 
     def prepare_critic(
         self, state: TrainState, algorithm: AlgorithmSettings, optimizer: OptimizerSettings | None
@@ -120,10 +150,10 @@ class ModelLibrary:
 
     def _model(self, role: str, recorded: Mapping[str, str] | None) -> FrozenModel:
         root = None if recorded is None else recorded.get(role)
-        key = (role, root if recorded is not None else "as the options say")
-        if key not in self._loaded:
-            self._loaded[key] = self._load(role, root, replaying=recorded is not None)
-        return self._loaded[key]
+        key = (role, root if recorded is not None else _AS_NAMED)
+        if key not in self.loaded:
+            self.loaded[key] = self._load(role, root, replaying=recorded is not None)
+        return self.loaded[key]
 
     def _load(self, role: str, root: str | None, *, replaying: bool) -> FrozenModel:
         first = self.first_folder()

@@ -112,6 +112,12 @@ def test_a_teacher_and_another_reference_are_known_by_their_weights(tiny_dense, 
     options: dict[str, Any] = {"use_opd": True, "use_kl_loss": True, "kl_loss_coef": 0.1}
     with pytest.raises(InvalidArgument, match="--opd-teacher-load"):
         train(ledger, tiny_dense, num_rollout=1, **options)
+    # Refused before the run begins, so its settings may still be others.
+    folders = {"opd_teacher_load": str(tmp_path / "none"), "ref_load": str(reference)}
+    with pytest.raises(NotFound, match="--opd-teacher-load"):
+        train(ledger, tiny_dense, opd_kl_coef=0.5, **options, **folders)
+    with pytest.raises(InvalidArgument, match="--use-routing-replay"):
+        train(ledger, tiny_dense, use_routing_replay=True)
     train(
         ledger,
         tiny_dense,

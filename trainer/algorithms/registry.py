@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -71,12 +72,21 @@ def _translating(custom: Callable[..., Any], name: str, setting: str) -> Callabl
                     "calling a custom algorithm",
                     on=f"{setting} {name}, {_size(batch)}",
                     expected=f"a function of ({type(batch).__name__}, {type(settings).__name__})",
-                    found=f"{type(error).__name__}: {error}",
-                    do="its traceback is the cause of this exception",
+                    found=f"{type(error).__name__}: {error}{_raised_at(error)}",
                 )
             ) from error
 
     return called
+
+
+def _raised_at(error: Exception) -> str:
+    """Where it was raised, below the call: file, line and function of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    return (
+        f", raised at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+        if frames
+        else ""
+    )
 
 
 def _size(batch: Any) -> str:
