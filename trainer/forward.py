@@ -73,7 +73,9 @@ def _packed_output(
     width = tokens_BT.shape[1]
     if starts[-1] < width:  # padding is a sequence of its own, which nobody reads
         starts = np.append(starts, np.int32(width))
-    packed = packed_sequences(torch.from_numpy(starts).to(tokens_BT.device))
+    packed = packed_sequences(
+        torch.from_numpy(starts).to(tokens_BT.device), over_ranks=micro.context is not None
+    )
     positions = torch.from_numpy(micro.positions_BT).to(tokens_BT.device)
     chunk = unwrap(model)
     columns_n = torch.from_numpy(micro.columns_n).to(tokens_BT.device)

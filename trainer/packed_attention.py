@@ -82,8 +82,10 @@ class CoreAttention(DotProductAttention):  # type: ignore[misc]  # Megatron has 
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-def packed_sequences(starts: Tensor) -> PackedSeqParams:
+def packed_sequences(starts: Tensor, *, over_ranks: bool = False) -> PackedSeqParams:
     """What Megatron is told of a packed row: `starts` int32 [S+1], from 0 to T, ascending.
+
+    With `over_ranks` they are those of a row whose tokens context-parallel ranks share.
 
     Raises InvalidArgument for starts that do not ascend from 0: an empty sequence among them would
     be silently left out by some kernels and not by others.
@@ -103,6 +105,9 @@ def packed_sequences(starts: Tensor) -> PackedSeqParams:
         qkv_format="thd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
+        # Some versions of TransformerEngine divide these among context-parallel ranks unasked.
+        cu_seqlens_q_padded=starts if over_ranks else None,
+        cu_seqlens_kv_padded=starts if over_ranks else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

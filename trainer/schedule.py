@@ -100,6 +100,11 @@ def widened_to(micro: MicroBatch, multiple: int) -> MicroBatch:
     )
 
 
+def _only_p2p(kinds: str | list[str] | None) -> bool:
+    """Whether Megatron's cp_comm_type, of all layers or of each, is "p2p" (None: it is)."""
+    return set([kinds] if isinstance(kinds, str) else kinds or ()) <= {"p2p"}
+
+
 def _padded(values: Any, extra: int) -> Any:
     """[B, T, …] with `extra` columns of zeros behind; None stays None."""
     if values is None:
@@ -115,6 +120,13 @@ def _check(config: Any, micros: Sequence[MicroBatch], n_chunks: int) -> None:
             "--moe-token-dispatcher-type",
             "alltoall with --use-dynamic-batch-size: all-gather wants as many tokens on each rank",
             "allgather",
+        )
+    if packed and config.context_parallel_size > 1 and not _only_p2p(config.cp_comm_type):
+        raise _wrong(
+            "--cp-comm-type",
+            "p2p with --use-dynamic-batch-size: the others take packed rows in some versions of "
+            "TransformerEngine only",
+            config.cp_comm_type,
         )
     pipeline = config.pipeline_model_parallel_size
     if n_chunks > 1 and len(micros) % pipeline:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ledger.errors import InvalidArgument
 from tests.trainer.tiny_policy import config
-from trainer import layout
+from trainer import layout, schedule
 from trainer.architecture import read_architecture
 from trainer.context_parallel import context_part, own_places, with_even_sequences
 from trainer.kept_sets import KeptSets
@@ -209,6 +209,23 @@ def test_an_engine_that_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib, "import_module", fails)
     with pytest.raises(InvalidArgument, match=r"(?s)--context-parallel-size.*libcudnn"):
         require_engine("--context-parallel-size")
+
+
+@pytest.mark.parametrize("kinds", ["all_gather", ["p2p", "a2a"]])
+def test_packed_rows_go_from_rank_to_rank(kinds: Any) -> None:
+    settings = SimpleNamespace(
+        context_parallel_size=2,
+        cp_comm_type=kinds,
+        expert_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+    )
+    packed = micro_batch([[1, 2]], packed=True)
+    with pytest.raises(InvalidArgument, match="--cp-comm-type"):
+        schedule._check(settings, [packed], 1)
+    schedule._check(settings, [micro_batch([[1, 2]], packed=False)], 1)
+    for allowed in (None, "p2p", ["p2p", "p2p"]):
+        settings.cp_comm_type = allowed
+        schedule._check(settings, [packed], 1)
 
 
 def test_architectures_without_such_layers_are_refused() -> None:

@@ -41,12 +41,18 @@ def folder_of(megatron: ParallelSettings, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-@pytest.mark.parametrize("moe", [False, True])
-def test_packed_rows(ranks: Pair, folder_of: Any, moe: bool) -> None:
+EXPERTS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("moe", "other"), [(False, {}), (True, {}), (True, EXPERTS)], ids=["dense", "moe", "experts"]
+)
+def test_packed_rows(ranks: Pair, folder_of: Any, moe: bool, other: dict[str, Any]) -> None:
     """Twice the tokens fit into a micro-batch, and the recorded widths are those of the plan."""
     folder = folder_of(moe)
+    layout = ParallelSettings(context_parallel_size=2, **other)
     expected = checks_packed.take_step(folder, ONE_GROUP)
-    first, second = ranks.run(checks_context.take_step, folder, layout=ONE_GROUP)
+    first, second = ranks.run(checks_context.take_step, folder, layout, layout=ONE_GROUP)
     for key in first.keys() - {"log_probs", "scored", "metrics"}:
         assert first[key] == second[key], key
     assert repr(first["metrics"]) == repr(second["metrics"])

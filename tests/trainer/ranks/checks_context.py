@@ -71,6 +71,7 @@ class GatheredAttention(CoreAttention):
         if packed_seq_params is not None:
             starts = packed_seq_params.cu_seqlens_q.numpy()
             assert packed_seq_params.max_seqlen_q == np.diff(starts).max()
+            assert packed_seq_params.cu_seqlens_q_padded.tolist() == starts.tolist()
         places = torch.from_numpy(
             np.concatenate([own_places(starts, rank, size) for rank in range(size)])
         )
@@ -84,8 +85,8 @@ class GatheredAttention(CoreAttention):
 
 
 @contextlib.contextmanager
-def _over_context() -> Iterator[None]:
-    """The groups of two context-parallel ranks, and then again those of before."""
+def _over_context(layout: ParallelSettings = CP2) -> Iterator[None]:
+    """The groups of context-parallel ranks, and then again those of a pair without a layout."""
 
     def allowed(*_: Any, **__: Any) -> None:
         """What a GPU with TransformerEngine would be allowed."""
@@ -97,7 +98,7 @@ def _over_context() -> Iterator[None]:
         patch("trainer.layer_specs.context_attention", lambda: GatheredAttention),
         model_on_cpu(),  # Megatron moves the places of this rank's positions to the GPU
     ):
-        parallel.initialize(CP2, seed=0, num_threads=1, deterministic=True, timeout_minutes=0.5)
+        parallel.initialize(layout, seed=0, num_threads=1, deterministic=True, timeout_minutes=0.5)
         yield
         parallel.shutdown()
     # What the pair thinks it has: if the above raises, the pair is killed.
@@ -106,10 +107,10 @@ def _over_context() -> Iterator[None]:
     )
 
 
-def take_step(folder: Path) -> dict[str, Any]:
+def take_step(folder: Path, layout: ParallelSettings) -> dict[str, Any]:
     """A packed step."""
-    with _over_context():
-        return checks_packed.take_step(folder, CP2)
+    with _over_context(layout):
+        return checks_packed.take_step(folder, layout)
 
 
 def take_steps(folder: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
