@@ -128,7 +128,8 @@ def _resume(ledger: Ledger, run_id: str, branch: str, said: Mapping[str, Any]) -
                 expected=", ".join(f"--{_dash(k)} {recorded.get(k)}" for k in different),
                 found=", ".join(f"--{_dash(k)} {v}" for k, v in different.items()),
                 do="leave them out to go on as recorded; to train with others, fork a branch "
-                "with --from-version K, or start another run with --run-id",
+                "with --from-version K (--data fresh for new rollouts), or start another run with "
+                "--run-id",
             )
         )
     history = read_history(ledger, run_id)

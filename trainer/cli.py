@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ledger.commands.common import add_catalog
 from ledger.errors import InvalidArgument, LedgerError, explain
 from trainer.launch import RankPlan, RanksNeeded, start_ranks
+from trainer.names_elsewhere import unknown_options
 from trainer.option_values import defaults
 from trainer.options import add_options
 from trainer.processes import (
@@ -59,6 +60,8 @@ def build_parser(*, show_megatron: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ledger-train",
         usage="ledger-train [options]",
+        # An abbreviation may come to mean another option, of this package or of Megatron's.
+        allow_abbrev=False,
         description="Train a language model from the trajectory ledger. A run that was stopped "
         "goes on with the same command; --from-version re-trains from any weight version. Every "
         "setting of Megatron-Core is an option too, by its own name: --help-megatron lists them.",
@@ -93,7 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     each with this same command line. Rank 0 alone prints; of ranks that fail, the first one.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    given = vars(build_parser().parse_args(words))
+    parser = build_parser()
+    found, rest = parser.parse_known_args(words)
+    if rest:
+        # argparse keeps its flags there, and has no other way to ask for them.
+        error = unknown_options(rest, parser._option_string_actions.keys())
+        if claim_failure(2):
+            print(f"ledger-train: {error}", file=sys.stderr)
+        return 2
+    given = vars(found)
     as_json, catalog = given.pop("json"), given.pop("catalog")
     try:
         result = run(given, show=not as_json, catalog=catalog)

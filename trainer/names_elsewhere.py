@@ -1,0 +1,127 @@
+"""What an option is called here that another framework has under another name.
+
+`docs/algorithms.md` has the same for algorithms as tables. slime's and Miles's own names are
+options here wherever the option exists; this says what stands for the rest of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+
+from ledger.errors import InvalidArgument, explain
+
+__all__ = ["ELSEWHERE", "unknown_options"]
+
+_ALWAYS = "leave it out: each step measures and records it"
+_KEPT = "leave it out: the ledger keeps every sample, and `ledger show` and `ledger sql` read it"
+_EMBEDDED = "leave it out: the engine is in the trainer's process"
+_TASK = "--task (and --task-options) says where prompts and rewards come from"
+_MIS_FORM = "--use-tis --custom-tis-function-path mis, with --mis-level and --mis-mode"
+
+ELSEWHERE: Mapping[str, str] = {
+    # slime and Miles
+    "load": "leave it out: the same command goes on with what is in --ledger",
+    "get_mismatch_metrics": _ALWAYS,
+    "use_rollout_entropy": _ALWAYS,
+    "log_passrate": _ALWAYS,
+    "disable_rewards_normalization": "--advantage-estimator reinforce",
+    "loss_type": "--policy-loss, and TRL's also --loss-aggregation",
+    "custom_loss_function_path": "--policy-loss package.module:function",
+    "log_probs_max_tokens_per_gpu": "--max-tokens-per-gpu",
+    "num_epoch": "--num-rollout",
+    "prompt_data": _TASK,
+    "input_key": _TASK,
+    "label_key": _TASK,
+    "apply_chat_template": _TASK,
+    "rm_type": f"--custom-rm-path; {_TASK}",
+    "eval_prompt_data": f"--n-eval-prompts; {_TASK}",
+    "colocate": _EMBEDDED,
+    "rollout_num_gpus": _EMBEDDED,
+    "rollout_num_gpus_per_engine": _EMBEDDED,
+    "save_debug_rollout_data": _KEPT,
+    "load_debug_rollout_data": "--from-version K --data recorded",
+    "dump_details": _KEPT,
+    "tb_project_name": "--tensorboard-dir",
+    "tb_experiment_name": "--tensorboard-dir",
+    "tis_level": "--mis-level",
+    "tis_mode": "--mis-mode",
+    "tis_upper_bound": "--mis-upper-bound",
+    "tis_lower_bound": "--mis-lower-bound",
+    "tis_batch_normalize": "--mis-batch-normalize",
+    "rs_veto_threshold": "--mis-veto-threshold",
+    "use_rs": _MIS_FORM,
+    "rs_level": _MIS_FORM,
+    # verl
+    "adv_estimator": "--advantage-estimator",
+    "norm_adv_by_std_in_grpo": "--disable-grpo-std-normalization for its False",
+    "use_kl_in_reward": "--kl-coef",
+    "lam": "--lambd",
+    "loss_mode": "--policy-loss",
+    "loss_agg_mode": "--loss-aggregation",
+    "clip_ratio": "--eps-clip",
+    "clip_ratio_low": "--eps-clip",
+    "clip_ratio_high": "--eps-clip-high",
+    "clip_ratio_c": "--eps-clip-c",
+    "entropy_coeff": "--entropy-coef",
+    "cliprange_value": "--value-clip",
+    "rollout_is": "--use-tis",
+    "rollout_is_threshold": "--tis-clip",
+    "rollout_rs": _MIS_FORM,
+    "bypass_mode": "--use-rollout-logprobs",
+    "train_batch_size": "--rollout-batch-size",
+    "ppo_mini_batch_size": "--global-batch-size, which counts samples",
+    "ppo_micro_batch_size_per_gpu": "--micro-batch-size",
+    "use_dynamic_bsz": "--use-dynamic-batch-size",
+    "ppo_max_token_len_per_gpu": "--max-tokens-per-gpu",
+    "max_response_length": "--rollout-max-response-len",
+    "total_training_steps": "--num-rollout",
+    "total_epochs": "--num-rollout",
+    # TRL
+    "epsilon": "--eps-clip",
+    "epsilon_high": "--eps-clip-high",
+    "beta": "--use-kl-loss --kl-loss-coef",
+    "delta": "--eps-clip-c",
+    "scale_rewards": "--disable-grpo-std-normalization for none, --grpo-std-scope for batch",
+    "importance_sampling_level": "--policy-loss gspo for sequence",
+    "num_generations": "--n-samples-per-prompt",
+    "num_iterations": "--num-steps-per-rollout",
+    "max_completion_length": "--rollout-max-response-len",
+    "learning_rate": "--lr",
+    "temperature": "--rollout-temperature",
+    "top_p": "--rollout-top-p",
+    # NeMo-RL
+    "num_prompts_per_step": "--rollout-batch-size",
+    "num_generations_per_prompt": "--n-samples-per-prompt",
+    "ratio_clip_min": "--eps-clip",
+    "ratio_clip_max": "--eps-clip-high",
+    "ratio_clip_c": "--eps-clip-c",
+    "reference_policy_kl_penalty": "--use-kl-loss --kl-loss-coef",
+    "token_level_loss": "--loss-aggregation token",
+}
+"""Name elsewhere, with underscores and without what stands before its last dot → what to do."""
+
+
+def unknown_options(words: Sequence[str], known: Collection[str]) -> InvalidArgument:
+    """The refusal of the words of a command line that are no options and no values of any.
+
+    `known` are the flags that there are.
+    """
+    flags = [word for word in words if word.startswith("--") or "=" in word] or list(words)
+    told = [f"{flag}: {_advice(flag.partition('=')[0], known)}" for flag in flags]
+    return InvalidArgument(
+        explain(
+            "reading the command line",
+            expected="options of ledger-train (--help; Megatron-Core's: --help-megatron)",
+            found=" ".join(words),
+            do="; ".join(told),
+        )
+    )
+
+
+def _advice(flag: str, known: Collection[str]) -> str:
+    name = flag.lstrip("-+").rpartition(".")[2].replace("-", "_")
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    close = get_close_matches("--" + name.replace("_", "-"), known, n=3, cutoff=0.75)
+    return f"perhaps {' or '.join(close)}" if close else "no option here stands for it"
