@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
 from ledger.errors import NotFound, explain
 from ledger.events import RoutingRecorded
 from ledger.views import TableSource
@@ -36,9 +33,6 @@ class PolicyRouting:
     """As given, with the experts."""
     events: list[RoutingRecorded]
     """To be appended with the rollout's first step, by the writer; empty where they are stored."""
-    log_probs: list[npt.NDArray[np.float32]] | None
-    """Of each batch [N], from the forward that chose: the bits that a replay gives. None where the
-    experts were read."""
 
 
 def engine_routing(algorithm: AlgorithmSettings) -> RoutingSource | None:
@@ -88,7 +82,7 @@ def policy_routing(
                 f"routing_recorded events by the policy of version {version}",
             )
         filled.append(_with_routing(batch, routing))
-    return PolicyRouting(batches=filled, events=[], log_probs=None)
+    return PolicyRouting(batches=filled, events=[])
 
 
 def _choose(
@@ -97,22 +91,23 @@ def _choose(
     algorithm: AlgorithmSettings,
     version: int,
 ) -> PolicyRouting:
-    filled, log_probs = [], []
+    filled = []
     events: list[RoutingRecorded] = []
     for batch, plan in batches:
         recorder = RoutingRecorder(state.chunks[0], batch, weights=algorithm.replay_routing_weights)
-        log_probs_N = response_log_probs(
+        # Its log-probs are not used: padding and the last token of a sample are routed freely,
+        # so experts get other numbers of tokens than in a replay, which may round otherwise.
+        response_log_probs(
             state.chunks,
             batch,
             cut(batch, plan, plan.of_rank(data_parallel_rank())),
             free_routing=True,
             recorder=recorder,
         )
-        log_probs.append(np.where(batch.sampled_N > 0, log_probs_N, np.float32(np.nan)))
         filled.append(_with_routing(batch, recorder.routing()))
         if is_writer():
             events += routing_events(filled[-1], version)
-    return PolicyRouting(batches=filled, events=events, log_probs=log_probs)
+    return PolicyRouting(batches=filled, events=events)
 
 
 def _with_routing(batch: Batch, routing: Routing) -> Batch:

@@ -162,7 +162,6 @@ def take_rollout(
             batch = replace(batch, loss_mask_N=newest_N * batch.loss_mask_N)
         batches.append((batch, cut_up, time.perf_counter() - began))
     routing: list[RoutingRecorded] = []
-    scored: list[npt.NDArray[np.float32]] | None = None
     if algorithm.routing_replay == "old_policy":
         chosen = policy_routing(
             state,
@@ -177,10 +176,10 @@ def take_rollout(
             (batch, cut_up, spent)
             for batch, (_, cut_up, spent) in zip(chosen.batches, batches, strict=True)
         ]
-        routing, scored = chosen.events, chosen.log_probs
+        routing = chosen.events
     if planned[0].step_in_rollout == 0 and algorithm.reset_optimizer_states:
         state.reset_optimizer()
-    old = _old_log_probs(state, reader, planned, batches, algorithm, old_actor, scored)
+    old = _old_log_probs(state, reader, planned, batches, algorithm, old_actor)
     old_values = _old_values(state, reader, planned, batches, algorithm)
     for plan, (batch, cut_up, data_time_s), old_log_probs_N, old_values_N in zip(
         planned, batches, old, old_values, strict=True
@@ -212,12 +211,8 @@ def _old_log_probs(
     batches: Sequence[tuple[Batch, Partition, float]],
     algorithm: AlgorithmSettings,
     old_actor: FrozenModel | None,
-    scored: Sequence[npt.NDArray[np.float32]] | None,
 ) -> list[npt.NDArray[np.float32] | None]:
-    """For each step, what is handed in as old log-probs; None: the step's own current ones.
-
-    `scored` are the policy's, where the forward that chose the experts has computed them.
-    """
+    """For each step, what is handed in as old log-probs; None: the step's own current ones."""
     nothing: list[npt.NDArray[np.float32] | None] = [None] * len(planned)
     if algorithm.use_rollout_logprobs:
         return nothing
@@ -250,14 +245,10 @@ def _old_log_probs(
     # The first step's are the detached current ones, bit for bit: it needs no forward, unless they
     # are asked for before the step.
     first = 0 if needs_old_log_probs(algorithm) else 1
-    nothing[first:] = (
-        [
-            score_policy(state, batch, cut_up, free_routing=free)
-            for batch, cut_up, _ in batches[first:]
-        ]
-        if scored is None
-        else scored[first:]
-    )
+    nothing[first:] = [
+        score_policy(state, batch, cut_up, free_routing=free)
+        for batch, cut_up, _ in batches[first:]
+    ]
     return nothing
 
 

@@ -153,3 +153,26 @@ def test_a_finished_run_has_nothing_left_and_a_raised_limit_goes_on(
     longer = train(ledger, num_rollout=5)
     whole = train(tmp_path / "whole", tiny_dense, num_rollout=5)
     assert identity(longer) == identity(whole)
+
+
+def test_a_rollout_whose_experts_the_old_policy_chose_goes_on_to_the_bit(
+    tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its second step, whose old log-probs are those of a replay, not of the free
+    forward that chose: padding goes to other experts there, which round otherwise."""
+    options = {**STEPS, "num_rollout": 1, "use_routing_replay": True}
+    whole = train(tmp_path / "whole", tiny_moe, **options)
+    append = Writer.append
+
+    def guarded(writer: Writer, events: Any, **keywords: Any) -> Any:
+        if any(getattr(event, "step_in_rollout", 0) for event in events):
+            raise Killed
+        return append(writer, events, **keywords)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "append", guarded)
+        with pytest.raises(Killed):
+            train(tmp_path / "cut", tiny_moe, **options)
+    resumed = train(tmp_path / "cut", num_rollout=1)
+    assert resumed["steps"] == 2
+    assert identity(resumed) == identity(whole)

@@ -223,7 +223,6 @@ def test_the_old_policy_chooses_once_for_all_steps_of_the_rollout(folder: Path) 
     assert first.metrics["routing_agreement_order"] == 1.0
     assert second.metrics["routing_agreement"] <= 1.0
     assert json.loads(first.step_committed.settings)["algorithm"]["routing_replay"] == "old_policy"
-    # The old log-probs of the second step are from the forward that chose: a replay gives the same.
     stored = [*events, *first.routing]
     source = RoutingSource(policy_version=5)
     batch = load_batch(MemoryReader(stored), [0, 1], routing=source)
