@@ -31,6 +31,11 @@ DEFAULT_RUN = "run"
 
 _MODEL_FOLDERS = tuple(FOLDERS.values())
 
+_OF_ROLLOUTS = {o.name for o in OPTIONS if o.content and o.group == "rollout"} - {
+    "n_eval_prompts"
+} | {"global_batch_size", "num_steps_per_rollout"}
+"""What recorded trajectories were made with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -117,7 +122,9 @@ def find_standing(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
 def _resume(ledger: Ledger, run_id: str, branch: str, said: Mapping[str, Any]) -> Standing:
     info = ledger.branch(run_id, branch)
     recorded, recorded_places = _recorded(ledger, run_id, branch)
-    explicit = spelled_out(said, recorded)
+    # What its own preset set is recorded, whatever that sets today.
+    again = said.get("preset") == recorded.get("preset")
+    explicit = spelled_out({k: v for k, v in said.items() if k != "preset" or not again}, recorded)
     given = content_of(explicit)
     different = {k: v for k, v in given.items() if _plain(v) != recorded.get(k)}
     if different:
@@ -154,6 +161,9 @@ def _fork(ledger: Ledger, said: Mapping[str, Any]) -> Standing:
     parent = ledger.version(run_id, version).branch
     recorded, recorded_places = _recorded(ledger, run_id, parent)
     explicit = spelled_out(said, recorded)
+    if explicit.get("data", "recorded") == "recorded":
+        # A preset cannot change how they were sampled; who says so on the command line is told.
+        explicit = {k: v for k, v in explicit.items() if k in said or k not in _OF_ROLLOUTS}
     values = {**recorded_places, **recorded, **explicit}
     values["data"] = explicit.get("data", "recorded")
     if values["data"] == "recorded":
@@ -241,9 +251,7 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
 
 def _refuse_useless(explicit: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
     """Recorded trajectories are as they are: options of the rollout cannot change them."""
-    fixed = {o.name for o in OPTIONS if o.content and o.group == "rollout"} - {"n_eval_prompts"}
-    fixed |= {"global_batch_size", "num_steps_per_rollout"}
-    for name in sorted(fixed & set(explicit)):
+    for name in sorted(_OF_ROLLOUTS & set(explicit)):
         if _plain(explicit[name]) != recorded.get(name):
             raise InvalidArgument(
                 explain(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BY_THE_MODEL", "FIXED", "ON_GPU_ONLY"]
+__all__ = ["AS_IT_IS", "BY_THE_MODEL", "FIXED", "ON_GPU_ONLY"]
 
 BY_THE_MODEL = frozenset(
     {
@@ -87,6 +87,13 @@ FIXED = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank is it",
 }
 """Name → why a value on the command line would not be obeyed."""
+
+AS_IT_IS: dict[str, float | str] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "optimizer": "adam",
+}
+"""Of these the value that is in force anyway, which may be said."""
 
 _KERNEL = "it is a CUDA kernel"
 _STREAMS = "it overlaps work on CUDA streams"

@@ -42,6 +42,8 @@ ELSEWHERE: Mapping[str, str] = {
     "save_debug_rollout_data": _KEPT,
     "load_debug_rollout_data": "--from-version K --data recorded",
     "dump_details": _KEPT,
+    "wandb_key": "WANDB_API_KEY in the environment: a command line is seen by others",
+    "seed": "--rollout-seed, the root of every seed",
     "tb_project_name": "--tensorboard-dir",
     "tb_experiment_name": "--tensorboard-dir",
     "tis_level": "--mis-level",
@@ -108,12 +110,14 @@ def unknown_options(words: Sequence[str], known: Collection[str]) -> InvalidArgu
     `known` are the flags that there are.
     """
     flags = [word for word in words if word.startswith("--") or "=" in word] or list(words)
-    told = [f"{flag}: {_advice(flag.partition('=')[0], known)}" for flag in flags]
+    # Never the values: one may be a key.
+    names = [flag.partition("=")[0] for flag in flags]
+    told = [f"{name}: {_advice(name, known)}" for name in names]
     return InvalidArgument(
         explain(
             "reading the command line",
             expected="options of ledger-train (--help; Megatron-Core's: --help-megatron)",
-            found=" ".join(words),
+            found=", ".join(names),
             do="; ".join(told),
         )
     )

@@ -36,6 +36,7 @@ _KL_LOSS = {"use_kl_loss": (True,)}
 _MIS = {"use_tis": (True,)}
 
 _SLIME = (
+    Default("dynamic_sampling_filter_path", "none", "slime/utils/arguments.py: default None"),
     Default("estimator_whitening", False, "slime/utils/arguments.py: normalize_advantages False"),
     Default("discount_masked_tokens", True, "slime/utils/ppo_utils.py: returns over all tokens"),
 )
@@ -44,6 +45,7 @@ PRESETS: Mapping[str, tuple[Default, ...]] = {
     "slime": _SLIME,
     "miles": _SLIME,
     "verl": (
+        Default("dynamic_sampling_filter_path", "none", "ppo_trainer.yaml: no filter_groups"),
         Default("single_sample_advantage", "reward", "core_algos.py: a lone score has mean 0"),
         Default("gdpo_whitening", "token", "core_algos.py: masked_whiten over tokens"),
         Default("normalize_advantages", True, "core_algos.py: GAE is whitened", _PPO),
@@ -69,6 +71,7 @@ PRESETS: Mapping[str, tuple[Default, ...]] = {
         Default("ppo_kl_coef", 0.1, "config/actor/actor.yaml: policy_loss.ppo_kl_coef"),
     ),
     "trl": (
+        Default("dynamic_sampling_filter_path", "none", "grpo_trainer.py: no filter of groups"),
         Default("advantage_epsilon", 1e-4, "grpo_trainer.py: std_rewards + 1e-4", _GROUPED),
         Default("loss_aggregation", "token", "grpo_config.py: loss_type dapo"),
         Default("kl_loss_type", "k3", "grpo_trainer.py: per_token_kl", _KL_LOSS),
@@ -86,6 +89,11 @@ PRESETS: Mapping[str, tuple[Default, ...]] = {
         Default("mis_lower_bound", 0.0, "grpo_config.py: vllm_importance_sampling_clip_min", _MIS),
     ),
     "nemo-rl": (
+        Default(
+            "dynamic_sampling_filter_path",
+            "none",
+            "grpo.py: use_dynamic_sampling",
+        ),
         Default(
             "use_leave_one_out_baseline",
             True,

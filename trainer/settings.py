@@ -286,10 +286,14 @@ class BatchSettings:
                 explain(
                     "checking the batch sizes",
                     on="--use-dynamic-batch-size and --max-tokens-per-gpu",
-                    expected="both or neither",
-                    found="the second is missing"
+                    expected="both or neither: the first asks for micro-batches by tokens, the "
+                    "second says how many",
+                    found="the first alone"
                     if self.use_dynamic_batch_size
-                    else "the second alone",
+                    else f"the second alone, {self.max_tokens_per_gpu}",
+                    do="add --max-tokens-per-gpu N"
+                    if self.use_dynamic_batch_size
+                    else "add --use-dynamic-batch-size, or give rows with --micro-batch-size",
                 )
             )
         for name in (

@@ -11,11 +11,12 @@ from ledger import open_ledger
 from replay.verify import verify_branch
 from tests.main_job.job import SMALL, retrain, train
 from trainer.cli import run
+from trainer.presets import PRESETS, Default
 from trainer.settings import ParallelSettings
 
 
 def test_gdpo_by_parts_of_rewards_is_recorded_replayed_and_forked(
-    tiny_dense: Path, tmp_path: Path
+    tiny_dense: Path, tmp_path: Path, monkeypatch
 ) -> None:
     said = {
         "preset": "verl",
@@ -28,15 +29,19 @@ def test_gdpo_by_parts_of_rewards_is_recorded_replayed_and_forked(
         reader = ledger.reader("run", branch="main")
         (settings, *_) = reader.table("step_committed").column("settings").to_pylist()
         algorithm = json.loads(settings)["algorithm"]
+        started = json.loads(reader.table("run_started").column("settings")[0].as_py())
         signals = reader.table("signal_recorded")
         report = verify_branch(ledger, "run", "main", parallel=ParallelSettings(), seed=42)
     assert algorithm["gdpo_whitening"] == "token"  # of the preset
     assert algorithm["loss_aggregation"] == "token"
+    assert started["dynamic_sampling_filter_path"] == "none"
     values = np.concatenate([np.asarray(a) for a in signals.column("advantages").to_pylist()])
     assert np.unique(values).size > 2
     assert report.reproduced, report.verdicts
     assert report.steps == 2
-    # The same command goes on, and another preset forks.
+    # The same command goes on, also when the preset sets other values by then; another one forks.
+    corrected = (*PRESETS["verl"], Default("eps_clip_high", 0.5, "test"))
+    monkeypatch.setitem(PRESETS, "verl", corrected)
     assert train(tmp_path / "a", tiny_dense, **said)["steps"] == 0
     forked = retrain(tmp_path / "a", 1, preset="nemo-rl", advantage_estimator="grpo")
     assert (forked["branch"], forked["steps"]) == ("v1-grpo-preset-nemo-rl", 1)

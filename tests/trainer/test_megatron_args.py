@@ -96,6 +96,8 @@ def test_what_is_not_given_is_not_recorded() -> None:
         (["--fp16"], "--bf16"),
         (["--timers", "x"], "cannot say a Optional"),
         (["--hidden-dropout", "0.1"], "drops nothing"),
+        (["--hidden-dropout", "none"], "drops nothing"),
+        (["--optimizer", "sgd"], "is Adam's"),
     ],
 )
 def test_what_cannot_be_given_says_why(
@@ -106,6 +108,15 @@ def test_what_cannot_be_given_says_why(
     with pytest.raises(SystemExit):
         parser.parse_args(argv)
     assert reason in capsys.readouterr().err
+
+
+def test_what_is_so_anyway_may_be_said() -> None:
+    """As slime's scripts say it."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    said = ["--optimizer", "adam", "--hidden-dropout", "0.0", "--lr", "0.5"]
+    said += ["--attention-dropout", "0"]
+    assert vars(parser.parse_args(said)) == {"lr": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ Names are those of slime and Megatron-LM where they have the option.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.megatron_fixed import AS_IT_IS
 from trainer.options import (
     advantages,
     algorithm,
@@ -87,8 +89,18 @@ class _OneOrMore(argparse.Action):
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
-def _refusing(reason: str) -> Any:
+class _Nothing(argparse.Action):
+    """Sets nothing: the value is in force anyway."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        return
+
+
+def _refusing(reason: str, in_force: float | str | None) -> Any:
     def refuse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if in_force is not None and type(in_force)(text) == in_force:
+                return text
         raise argparse.ArgumentTypeError(f"not passed on to Megatron-Core: {reason}")
 
     return refuse
@@ -114,7 +126,8 @@ def add_options(
                 dest=field.name,
                 nargs="?",
                 const="",
-                type=_refusing(field.refusal or ""),
+                action=_Nothing,
+                type=_refusing(field.refusal or "", AS_IT_IS.get(field.name)),
                 default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
             )
