@@ -246,6 +246,17 @@ def _check(values: Mapping[str, Any]) -> None:
                 do="take the engine's own log-probs as old ones: --use-rollout-logprobs",
             )
         )
+    one = values["n_samples_per_prompt"] == 1 and values["data"] == "fresh"
+    if one and values["dynamic_sampling_filter_path"] == "check_reward_nonzero_std":
+        raise InvalidArgument(
+            explain(
+                "sampling one rollout of a prompt",
+                on="--dynamic-sampling-filter-path check_reward_nonzero_std",
+                expected="groups of several rollouts: it drops those whose rewards are all alike",
+                found="--n-samples-per-prompt 1, of which it would drop every group",
+                do="add --dynamic-sampling-filter-path none, or raise --n-samples-per-prompt",
+            )
+        )
     if values["engine"] not in ENGINE_NAMES or values["engine"] == "sglang":
         # Says what is missing, or what the names are.
         create_engine(values["engine"], values["hf_checkpoint"] or "MODEL")

@@ -24,7 +24,11 @@ __all__ = ["start_on_ray"]
 
 _PLACING_S = 120.0
 """How long a cluster may take to give what was asked for."""
-_PASSED_ON = ("LEDGER_", "OMP_", "PYTHON", "CUBLAS_", "NCCL_", "TORCH", "TOKENIZERS_", "HF_")
+_PASSED_ON = (
+    *("LEDGER_", "OMP_", "PYTHON", "CUBLAS_", "NCCL_", "NVTE_", "TORCH", "TOKENIZERS_", "HF_"),
+    # What opens the ledger's store and catalog, and the metrics' account.
+    *("AWS_", "FSSPEC_", "PG", "WANDB_"),
+)
 """Beginnings of the names of environment variables that the ranks get from this command."""
 
 

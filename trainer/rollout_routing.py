@@ -1,8 +1,9 @@
 """The experts that the steps of a rollout replay, where the old policy chose them.
 
 They are chosen once, in a forward of the policy before the rollout's first step, and recorded in
-the commit of that step. Whoever takes a step of the rollout after that (a later step, a process
-that goes on after a crash, a replay in whatever layout) reads them.
+the commit of that step. Whoever takes a later step of the rollout (a process that goes on after a
+crash, a fork in the middle) reads them. A replay of the whole rollout sees the ledger as it stood
+before that commit: it chooses again, and another choice shows as another batch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import trainer.cli
-from ledger.errors import InvalidArgument
+from ledger.errors import InvalidArgument, NotFound
 from trainer.option_values import check_values, defaults, validate
 from trainer.options import OPTIONS, add_options
 from trainer.ranges import LARGEST, Range, above, at_least
@@ -176,3 +176,12 @@ def test_ranges_say_what_they_take() -> None:
     ]
     taken = [(0, above(0)), (1, above(0)), (1.0, Range(high=1, without_high=True)), (-1, Range())]
     assert [value in within for value, within in taken] == [False, True, False, True]
+
+
+def test_a_filter_that_would_drop_every_group_is_refused(tmp_path) -> None:
+    said = {"ledger": str(tmp_path / "ledger"), "hf_checkpoint": "models/none"}
+    with pytest.raises(InvalidArgument, match="--dynamic-sampling-filter-path none"):
+        trainer.cli.run({**said, "n_samples_per_prompt": 1}, show=False)
+    # Without the filter it is the model that is missing.
+    with pytest.raises(NotFound, match="models/none"):
+        trainer.cli.run({**said, "n_samples_per_prompt": 1, "preset": "slime"}, show=False)
