@@ -29,7 +29,8 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
                 on=str(model_dir),
                 expected="a Hugging Face model folder with config.json",
                 found="no config.json" if absent else f"{type(error).__name__}: {error}",
-                do="check --hf-checkpoint",
+                do="check the option that named it: --hf-checkpoint, --ref-load, "
+                "--opd-teacher-load or --critic-load",
             )
         ) from error
     except UnicodeDecodeError as error:

@@ -13,10 +13,10 @@ import torch
 from ledger.reader import Reader
 from tests.bench.figures import Figure, interleaved
 from tests.bench.samples import RUN, emptied, new_ledger
-from tests.bench.trainer_case import Case
+from tests.bench.trainer_case import Case, long_tailed
 from tests.bench.trainer_ours import rollout_events
 
-__all__ = ["batch_figures"]
+__all__ = ["batch_figures", "packing_figures"]
 
 GROUP = "batch of a step"
 _CASE = Case(
@@ -102,6 +102,41 @@ def batch_figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
             note=f"{1e3 * one.seconds:.1f} ms against {1e3 * copy.seconds:.1f}: "
             f"{_CASE.samples} × {_CASE.tokens // _CASE.samples:,} tokens, every check included",
             details={"ours_s": one.seconds, "copy_s": copy.seconds, "size_bytes": size},
+        )
+    yield from packing_figures()
+
+
+def packing_figures() -> Iterator[Figure]:
+    """Padding of packed micro-batches, of all their tokens: long-tailed lengths, no time in it."""
+    from trainer.partition import PartitionTerms, partition_for
+    from trainer.settings import BatchSettings
+
+    sizes = BatchSettings(
+        rollout_batch_size=16,
+        n_samples_per_prompt=8,
+        global_batch_size=128,
+        num_steps_per_rollout=1,
+        micro_batch_size=8,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=16_384,
+    )
+    for ranks, multiple in ((1, 1), (4, 1), (4, 8)):
+        terms = PartitionTerms(data_parallel_size=ranks, width_multiple=multiple)
+        wastes = []
+        for seed in range(16):
+            lengths = 256 + long_tailed(128, median=1024, longest=16_000, seed=seed)
+            plan = partition_for(lengths, np.arange(128), sizes, terms)
+            wastes.append(1 - int(lengths.sum()) / int(plan.widths_M.sum()))
+        yield Figure(
+            group=GROUP,
+            name=f"packing waste, {ranks} ranks, width a multiple of {multiple}",
+            against="tokens of the packed rows",
+            ratio=max(wastes),
+            goal=0.02,
+            at_most=True,
+            unit="%",
+            note="worst of 16 batches of 128 samples, log-normal lengths",
+            details={"mean": float(np.mean(wastes))},
         )
 
 
