@@ -55,6 +55,8 @@ _PACKABLE = frozenset(
         "sample_scored",
         "sample_decided",
         "eval_scored",
+        "indexer_recorded",
+        "weights_loaded",
     }
 )
 _PACK_UP_TO_BYTES = 1 << 19

@@ -14,6 +14,7 @@
     ├── StorageFailed       the store did not take or give bytes (also an OSError)
     ├── IncompatibleFormat  written by a newer version, or not a ledger (also a ValueError)
     ├── Diverged            other bits than recorded, or no finite number (also an ArithmeticError)
+    ├── EngineFailed        an engine gave no answer, or one that breaks its promises
     └── MissingDependency   something that must be installed first (also an ImportError)
 
 Each is also a standard exception, so that callers need not import this module to catch it. A
@@ -28,6 +29,7 @@ __all__ = [
     "Conflict",
     "Corrupt",
     "Diverged",
+    "EngineFailed",
     "FencedOff",
     "IdempotencyConflict",
     "IncompatibleFormat",
@@ -98,6 +100,10 @@ class IncompatibleFormat(LedgerError, ValueError):
 class Diverged(LedgerError, ArithmeticError):
     """A recomputation or a weight transfer gave other bits than recorded, or a step's loss or
     gradients are not finite numbers."""
+
+
+class EngineFailed(LedgerError, RuntimeError):
+    """A rollout engine gave no answer, or one that breaks its promises. Nothing was recorded."""
 
 
 class MissingDependency(LedgerError, ImportError):

@@ -70,6 +70,8 @@ def check_tables(tables: Mapping[str, pa.Table], lookup: Lookup) -> None:
             known.require(rows, "weight_version_in")
         elif kind == "routing_recorded":
             known.require(rows, "policy_version")
+        elif kind == "weights_loaded":
+            known.require(rows, "weight_version")
         elif kind == "signal_recorded":
             _check_masks(rows, tables, lookup)
 
@@ -265,12 +267,27 @@ def _check_recorders(rows: Rows) -> None:
             )
 
 
+def _check_indexer(rows: Rows) -> None:
+    for name in ("rows", "layers", "topk"):
+        rows.at_least(name, 0 if name == "rows" else 1)
+    rows.at_least("start", 0)
+    cells = rows.numbers("rows") * rows.numbers("layers") * rows.numbers("topk")
+    for row, data in enumerate(rows.scalars("positions")):
+        if len(data) != int(cells[row]) * 4:
+            rows.refuse(row, "positions", f"{cells[row]} int32 positions", f"{len(data)} bytes")
+    rows.unique("index", "segment")
+
+
 def _check_score(rows: Rows) -> None:
     rows.same_length("part_names", "part_values")
 
 
 def _check_decision(rows: Rows) -> None:
     rows.one_of("decision", DECISIONS)
+    staleness = rows.numbers("staleness", null=0)
+    if (staleness < 0).any():
+        row = int((staleness < 0).argmax())
+        rows.refuse(row, "staleness", "0 or above", int(staleness[row]))
 
 
 def _check_signal(rows: Rows) -> None:
@@ -389,6 +406,7 @@ _CHECKS: dict[str, Callable[[Rows], None]] = {
     "segment_generated": _check_segment,
     "observation_appended": _check_observation,
     "routing_recorded": _check_routing,
+    "indexer_recorded": _check_indexer,
     "sample_scored": _check_score,
     "sample_decided": _check_decision,
     "signal_recorded": _check_signal,

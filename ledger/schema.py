@@ -55,8 +55,11 @@ def with_null_columns(table: pa.Table) -> pa.Table:
 
 UPCASTS: dict[tuple[str, int], Upcaster] = {
     ("branch_forked", 1): with_null_columns,
+    ("prompt_issued", 1): with_null_columns,
     ("routing_recorded", 1): with_null_columns,
+    ("sample_decided", 1): with_null_columns,
     ("segment_generated", 1): with_null_columns,
+    ("segment_generated", 2): with_null_columns,
     ("signal_recorded", 1): with_null_columns,
     ("step_committed", 1): with_null_columns,
 }

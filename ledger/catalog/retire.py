@@ -17,7 +17,13 @@ from ledger.errors import Conflict, explain
 __all__ = ["RETIRABLE", "retire_rows"]
 
 RETIRABLE = frozenset(
-    {"observation_appended", "routing_recorded", "segment_generated", "signal_recorded"}
+    {
+        "indexer_recorded",
+        "observation_appended",
+        "routing_recorded",
+        "segment_generated",
+        "signal_recorded",
+    }
 )
 """Kinds whose rows may go: what is recorded for each token. Everything else is small, and tells
 what happened: runs, branches, versions, steps, prompts, rewards and decisions stay for ever."""

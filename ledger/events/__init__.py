@@ -6,6 +6,7 @@
 from ledger.events.rollout import (
     UNKNOWN_VERSION,
     EvalScored,
+    IndexerRecorded,
     ObservationAppended,
     PromptIssued,
     RoutingRecorded,
@@ -14,7 +15,13 @@ from ledger.events.rollout import (
     SegmentGenerated,
 )
 from ledger.events.run import BranchForked, GapRecorded, RowsRetired, RunResumed, RunStarted
-from ledger.events.training import CheckpointSaved, SignalRecorded, StepCommitted, WeightsPublished
+from ledger.events.training import (
+    CheckpointSaved,
+    SignalRecorded,
+    StepCommitted,
+    WeightsLoaded,
+    WeightsPublished,
+)
 from ledger.fields import EVENTS, Column, Event
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "EvalScored",
     "Event",
     "GapRecorded",
+    "IndexerRecorded",
     "ObservationAppended",
     "PromptIssued",
     "RoutingRecorded",
@@ -37,5 +45,6 @@ __all__ = [
     "SegmentGenerated",
     "SignalRecorded",
     "StepCommitted",
+    "WeightsLoaded",
     "WeightsPublished",
 ]

@@ -15,6 +15,7 @@ from ledger.fields import Event, column, event
 __all__ = [
     "UNKNOWN_VERSION",
     "EvalScored",
+    "IndexerRecorded",
     "ObservationAppended",
     "PromptIssued",
     "RoutingRecorded",
@@ -30,9 +31,9 @@ _tokens = pa.list_(pa.int32())
 _floats = pa.list_(pa.float32())
 
 
-@event("prompt_issued", layout=1)
+@event("prompt_issued", layout=2)
 class PromptIssued(Event):
-    """A prompt was given out for a group of samples. One row a group."""
+    """A prompt was given out for a group of samples. One row a group, and one a sibling sample."""
 
     prompt_id: bytes = column(
         1, pa.binary(32), "blake3 of the token ids (int32, little-endian): the prompt's identity."
@@ -55,9 +56,24 @@ class PromptIssued(Event):
     source_row: int = column(11, pa.int64(), "Row in the source.")
     data_cursor: int = column(12, pa.int64(), "The source's position after this prompt was taken.")
     metadata: str | None = column(13, pa.string(), "JSON for the verifier.", nullable=True)
+    retry_of: int | None = column(
+        14,
+        pa.int64(),
+        "The group in whose place this one was issued: it failed, or became too old.",
+        nullable=True,
+        since=2,
+    )
+    parent_index: int | None = column(
+        15,
+        pa.int64(),
+        "The sample in whose episode this one began, as a sub-agent or with a compacted context; "
+        "NULL for a prompt of the source.",
+        nullable=True,
+        since=2,
+    )
 
 
-@event("segment_generated", layout=2)
+@event("segment_generated", layout=3)
 class SegmentGenerated(Event):
     """One engine call for one sample: only its new tokens. R is their number."""
 
@@ -148,6 +164,23 @@ class SegmentGenerated(Event):
         nullable=True,
         since=2,
     )
+    engine_report: str | None = column(
+        33,
+        pa.string(),
+        "JSON: what else the engine's answer said (what ended it, retractions, latencies, "
+        "speculative decoding, data-parallel rank, its own words for the version).",
+        nullable=True,
+        measurement=True,
+        since=3,
+    )
+    engine_address: str | None = column(
+        34,
+        pa.string(),
+        "Which of several engines answered.",
+        nullable=True,
+        measurement=True,
+        since=3,
+    )
 
 
 @event("observation_appended", layout=1)
@@ -200,6 +233,26 @@ class RoutingRecorded(Event):
     )
 
 
+@event("indexer_recorded", layout=1)
+class IndexerRecorded(Event):
+    """The earlier tokens that sparse attention chose for each token; rows as of routing."""
+
+    index: int = column(1, pa.int64(), "The sample.")
+    segment: int = column(2, pa.int32(), "The engine call that reported it.")
+    start: int = column(
+        3, pa.int32(), "First row: position in the whole sequence, prompt included."
+    )
+    rows: int = column(4, pa.int32(), "Token positions covered.")
+    layers: int = column(5, pa.int32(), "Layers with an indexer, in model order.")
+    topk: int = column(6, pa.int32(), "Positions chosen for a token.")
+    positions: bytes = column(
+        7,
+        pa.large_binary(),
+        "[rows, layers, topk] int32 positions, little-endian, C order, as the engine gave them "
+        "(below 0: fewer were there to choose from).",
+    )
+
+
 @event("sample_scored", layout=1)
 class SampleScored(Event):
     """A verifier gave a reward. Scoring again appends; the last one counts."""
@@ -216,7 +269,7 @@ class SampleScored(Event):
     response_text: str | None = column(10, pa.string(), "The text that was judged.", nullable=True)
 
 
-@event("sample_decided", layout=1)
+@event("sample_decided", layout=2)
 class SampleDecided(Event):
     """Whether a sample goes on to training, and by which rule."""
 
@@ -231,6 +284,21 @@ class SampleDecided(Event):
     )
     reason: str = column(6, pa.string(), "Why, in a few words; empty for 'kept'.")
     rule: str = column(7, pa.string(), "The filter or setting that decided.")
+    consumer_version: int | None = column(
+        8,
+        pa.int64(),
+        "The weight version that the rollout step trains first; NULL where nothing consumes it.",
+        nullable=True,
+        since=2,
+    )
+    staleness: int | None = column(
+        9,
+        pa.int64(),
+        "Versions from the oldest one that sampled a token of it to consumer_version, counted by "
+        "local numbers (ledger.numbering).",
+        nullable=True,
+        since=2,
+    )
 
 
 @event("eval_scored", layout=1)

@@ -7,7 +7,13 @@ import pyarrow as pa
 
 from ledger.fields import Event, column, event
 
-__all__ = ["CheckpointSaved", "SignalRecorded", "StepCommitted", "WeightsPublished"]
+__all__ = [
+    "CheckpointSaved",
+    "SignalRecorded",
+    "StepCommitted",
+    "WeightsLoaded",
+    "WeightsPublished",
+]
 
 _floats = pa.list_(pa.float32())
 _ints = pa.list_(pa.int32())
@@ -162,6 +168,63 @@ class WeightsPublished(Event):
     )
     transfer_time_s: float | None = column(
         14, pa.float64(), "Seconds of the transfer.", nullable=True, measurement=True
+    )
+
+
+@event("weights_loaded", layout=1)
+class WeightsLoaded(Event):
+    """An engine took a weight version, and its own checksums were compared with the published ones.
+
+    Written before the engine gets traffic under that version. All of it is measurement: which
+    engines there are, and how weights reached them, does not change what was published.
+    """
+
+    weight_version: int = column(1, pa.int64(), "The version.", measurement=True)
+    engine: str = column(2, pa.string(), "Name of the engine.", measurement=True)
+    engine_address: str | None = column(
+        3, pa.string(), "Which of several engines.", nullable=True, measurement=True
+    )
+    transport: str = column(
+        4,
+        pa.string(),
+        "'memory', 'disk', 'tensor', 'distributed', 'checkpoint_engine'.",
+        measurement=True,
+    )
+    base_version: int | None = column(
+        5,
+        pa.int64(),
+        "The version that the engine had, where only tensors that differ were sent; NULL: all "
+        "were.",
+        nullable=True,
+        measurement=True,
+    )
+    pause_mode: str = column(
+        6, pa.string(), "'abort', 'retract', 'in_place' or 'idle'.", measurement=True
+    )
+    sent_tensors: int = column(7, pa.int32(), "Tensors that were sent.", measurement=True)
+    sent_bytes: int = column(8, pa.int64(), "Their bytes.", measurement=True)
+    root: bytes = column(9, pa.binary(32), "As in weights_published.", measurement=True)
+    compared: str = column(
+        10,
+        pa.string(),
+        "What of the engine was compared with the published tensors, in words.",
+        measurement=True,
+    )
+    engine_checksum: str | None = column(
+        11,
+        pa.string(),
+        "The engine's own checksum over all it holds, as it gives it.",
+        nullable=True,
+        measurement=True,
+    )
+    pause_time_s: float | None = column(
+        12, pa.float64(), "Seconds until nothing ran.", nullable=True, measurement=True
+    )
+    transfer_time_s: float | None = column(
+        13, pa.float64(), "Seconds of the transfer.", nullable=True, measurement=True
+    )
+    check_time_s: float | None = column(
+        14, pa.float64(), "Seconds of the comparison.", nullable=True, measurement=True
     )
 
 

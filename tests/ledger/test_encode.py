@@ -42,7 +42,7 @@ def test_arrays_come_back_as_views_and_schema_names_the_fields() -> None:
     table = events_to_table([factory.segment(0, factory.ints(5, 6), rollout_step=0)])
     (back,) = table_to_events(table)
     assert not back.tokens.flags.writeable  # type: ignore[attr-defined]
-    assert table.schema.metadata == {KIND: b"segment_generated", LAYOUT: b"2"}
+    assert table.schema.metadata == {KIND: b"segment_generated", LAYOUT: b"3"}
     assert table.schema.field("tokens").metadata == {FIELD_ID: b"8"}
     assert not table.schema.field("tokens").nullable
 

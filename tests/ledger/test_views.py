@@ -47,7 +47,14 @@ def memory(*events: Event) -> MemoryReader:
     return MemoryReader({kind: table_of(kind, found) for kind, found in by_kind.items()})
 
 
-NOT_IN_THE_STORY = ("eval_scored", "gap_recorded", "rows_retired", "run_resumed")
+NOT_IN_THE_STORY = (
+    "indexer_recorded",
+    "weights_loaded",
+    "eval_scored",
+    "gap_recorded",
+    "rows_retired",
+    "run_resumed",
+)
 
 
 @pytest.mark.parametrize("tables", [{}, story_tables()], ids=["empty", "story"])
