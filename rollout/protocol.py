@@ -6,7 +6,7 @@ Token ids go in and token ids come out; text never does. Every engine passes the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,14 @@ from ledger.errors import InvalidArgument, explain
 if TYPE_CHECKING:
     from ledger.weights import TensorRecord
 
-__all__ = ["Engine", "GenerationRequest", "GenerationResult", "SamplingParams", "check_request"]
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "GenerationRequest",
+    "GenerationResult",
+    "SamplingParams",
+    "check_request",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,13 @@ class GenerationRequest:
     """[C] Everything before the new tokens: prompt, and what earlier turns added."""
     seed: int
     """In [0, 2**63). The choice at a position is a function of this seed and that position."""
+    request_id: str | None = None
+    """The request's name at the engine, unique in the run; the same where it is sent again."""
+    session_id: str | None = None
+    """Requests of one session go to the same of several engines, for its prefix cache."""
+    routing_start: int = 0
+    """Experts, and indexed positions, are reported from this position of the sequence on: what is
+    before it is recorded already. At most C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,9 +121,10 @@ class GenerationResult:
     span_versions: npt.NDArray[np.int64]
     """[S] Version of each span; `ledger.events.UNKNOWN_VERSION` where the engine does not know."""
     expert_ids: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
-    """[C + R - 1, layers, topk] Experts of every token that was fed; None for dense models."""
+    """[C + R - 1 - routing_start, layers, topk] Experts of every token that was fed, from the
+    request's `routing_start` on; None for dense models."""
     expert_weights: npt.NDArray[np.float32] | None = None
-    """[C + R - 1, layers, topk] Gate weights, where asked for."""
+    """[C + R - 1 - routing_start, layers, topk] Gate weights, where asked for."""
     num_experts: int = 0
     top_p_token_ids: npt.NDArray[np.int32] | None = None
     """The ids that top-p and top-k left at each new token, one set after the other; None where
@@ -124,6 +139,12 @@ class GenerationResult:
     """Seconds of the whole call (shared by its batch)."""
     cached_tokens: int | None = None
     request_id: str | None = None
+    indexer_positions: npt.NDArray[np.int32] | None = None
+    """[C + R - 1 - routing_start, layers, topk] What sparse attention chose; None: it has none."""
+    report: Mapping[str, Any] | None = None
+    """What else the answer said, as JSON can hold it."""
+    engine_address: str | None = None
+    """Which of several engines answered."""
 
 
 class Engine(Protocol):
@@ -169,6 +190,48 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything. The engine cannot be used afterwards."""
+
+
+class AsyncEngine(Protocol):
+    """As `Engine`, one sample a call, many calls at a time. All of one event loop."""
+
+    name: str
+    version: str
+
+    @property
+    def weight_version(self) -> int:
+        """The version that new requests are served with; UNKNOWN_VERSION: nobody has named it."""
+
+    async def generate(
+        self, request: GenerationRequest, params: SamplingParams
+    ) -> GenerationResult:
+        """Continue one sample.
+
+        An abort, of this request or of all, ends it with finish reason 'abort' and what was
+        sampled until then, perhaps nothing. Cancelling the caller aborts the request too.
+
+        Raises:
+            InvalidArgument: a request that the model cannot take; nothing was sent.
+            EngineFailed: no engine gave an answer that keeps its promises, tries again included.
+        """
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the requests of these names; None: all that run. Unknown names are passed over."""
+
+    async def update_weights(
+        self, version: int, named: Iterable[tuple[str, Any]]
+    ) -> list[TensorRecord]:
+        """As `Engine.update_weights`: afterwards no request runs until `release`.
+
+        What happens to running requests (they go on later, or are aborted) is the engine's pause
+        mode; in either case the spans of their answers say which version sampled each token.
+        """
+
+    async def release(self, version: int) -> None:
+        """As `Engine.release`."""
+
+    async def close(self) -> None:
+        """Free everything. Requests that still run raise EngineFailed."""
 
 
 def check_request(

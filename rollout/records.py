@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from ledger.canonical import canonical_json
 from ledger.events import (
+    IndexerRecorded,
     PromptIssued,
     RoutingRecorded,
     SampleDecided,
@@ -19,10 +20,11 @@ from ledger.events import (
 )
 from ledger.routing import routing_of
 from rollout.history import IssuedGroup
-from rollout.protocol import Engine, GenerationResult, SamplingParams
+from rollout.protocol import AsyncEngine, Engine, GenerationResult, SamplingParams
 from rollout.rewards import Reward, RewardFunction, ScoredSample, checked_reward
 
 __all__ = [
+    "indexer_recorded",
     "prompt_issued",
     "response_text",
     "retokenization_drift",
@@ -69,25 +71,32 @@ def prompt_issued(
 
 
 def segment_generated(
-    group: IssuedGroup,
+    group_index: int,
     result: GenerationResult,
     *,
     rollout_id: int,
     rollout_step: int,
     params: SamplingParams,
     seed: int,
-    engine: Engine,
+    engine: Engine | AsyncEngine,
     drift: int,
+    segment: int = 0,
+    turn: int = 0,
+    start: int = 0,
 ) -> SegmentGenerated:
-    """The event of the only engine call of a single-turn sample."""
+    """The event of an engine call; by default the only one of a single-turn sample.
+
+    `start` is the offset in the response of its first token; `rollout_step` the one that issued the
+    sample.
+    """
     return SegmentGenerated(
         index=result.index,
         rollout_id=rollout_id,
-        group_index=group.group_index,
+        group_index=group_index,
         rollout_step=rollout_step,
-        segment=0,
-        turn=0,
-        start=0,
+        segment=segment,
+        turn=turn,
+        start=start,
         tokens=result.tokens,
         rollout_log_probs=result.log_probs,
         sampler_log_probs=result.sampler_log_probs,
@@ -113,11 +122,18 @@ def segment_generated(
         request_id=result.request_id,
         rollout_top_p_token_ids=result.top_p_token_ids,
         rollout_top_p_token_offsets=result.top_p_token_offsets,
+        engine_report=None if result.report is None else canonical_json(result.report),
+        engine_address=result.engine_address,
     )
 
 
-def routing_recorded(result: GenerationResult) -> RoutingRecorded | None:
-    """The event of a result's routing; None for a dense model. Raises: InvalidEvent."""
+def routing_recorded(
+    result: GenerationResult, *, segment: int = 0, start: int = 0
+) -> RoutingRecorded | None:
+    """The event of a result's routing; None for a dense model. Raises: InvalidEvent.
+
+    `start` is the position in the sequence of its first row: the request's `routing_start`.
+    """
     ids = result.expert_ids
     if ids is None:
         return None
@@ -125,8 +141,28 @@ def routing_recorded(result: GenerationResult) -> RoutingRecorded | None:
         ids,
         num_experts=result.num_experts,
         index=result.index,
-        segment=0,
+        segment=segment,
+        start=start,
         weights=result.expert_weights,
+    )
+
+
+def indexer_recorded(
+    result: GenerationResult, *, segment: int = 0, start: int = 0
+) -> IndexerRecorded | None:
+    """The event of what sparse attention chose; None where the model has none of it."""
+    positions = result.indexer_positions
+    if positions is None:
+        return None
+    rows, layers, topk = positions.shape
+    return IndexerRecorded(
+        index=result.index,
+        segment=segment,
+        start=start,
+        rows=rows,
+        layers=layers,
+        topk=topk,
+        positions=positions.astype("<i4").tobytes(),
     )
 
 

@@ -214,7 +214,7 @@ class RolloutWorker:
                 continue
             segments.append(
                 segment_generated(
-                    group,
+                    group.group_index,
                     result,
                     rollout_id=rollout_id,
                     rollout_step=history.rollout_step,
