@@ -19,9 +19,15 @@ settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What shares expensive fixtures goes to one of the processes that `make test` runs."""
+    """What shares expensive fixtures goes to one of the processes that `make test` runs.
+
+    What runs on the pair of ranks is left to `make test-ranks`.
+    """
     for item in items:
+        if "ranks" in {mark.args[0] for mark in item.iter_markers("xdist_group")}:
+            item.add_marker(pytest.mark.ranks)
         path = item.path.relative_to(Path(__file__).parent)
         shared = "main_job" if path.parts[0] == "main_job" else path.as_posix()
         item.add_marker(pytest.mark.xdist_group(shared))
