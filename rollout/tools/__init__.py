@@ -1,0 +1,1 @@
+"""What a model says when it wants a tool: how it is read."""
