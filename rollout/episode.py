@@ -6,7 +6,9 @@ on, so that an episode that is cut anywhere has lost nothing that an engine was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ledger.canonical import canonical_json
-from ledger.errors import InvalidArgument, explain
+from ledger.errors import EngineFailed, InvalidArgument, explain
 from ledger.events import ObservationAppended, PromptIssued
 from ledger.fields import Event
 from ledger.invariants import OBSERVERS
@@ -71,6 +73,7 @@ class Episode:
         """What the driver itself says of the execution; None: the reward function is asked."""
         self._aborted = False
         self._request: str | None = None
+        self._recording: asyncio.Future[None] | None = None
 
     @property
     def is_aborted(self) -> bool:
@@ -124,16 +127,39 @@ class Episode:
             session_id=at.session_id,
             routing_start=at.routing_rows,
         )
+        call = asyncio.ensure_future(services.engine.generate(request, params))
         try:
-            result = await services.engine.generate(request, params)
+            result = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # Whoever gave up on the driver does not throw away what was sampled.
+            self._aborted = True
+            await services.engine.abort([self._request])
+            with contextlib.suppress(EngineFailed):  # then there is nothing to keep
+                result = await call
+                if len(result.tokens):
+                    await self._whole(self._record(result, params, seed, turn, segment, start))
+            raise
         finally:
             self._request = None
         if len(result.tokens):
-            await self._record(result, params, seed, turn, segment, start)
+            await self._whole(self._record(result, params, seed, turn, segment, start))
         if result.finish_reason == "abort":
             self._aborted = True
             raise EpisodeAborted
         return result
+
+    async def settle(self) -> None:
+        """Wait until what was being recorded when the driver was cancelled is recorded.
+
+        Before that the trajectory may lack a piece that the ledger has.
+        """
+        if self._recording is not None and not self._recording.done():
+            await asyncio.wait([self._recording])
+
+    async def _whole(self, recording: Coroutine[Any, Any, None]) -> None:
+        """Record a piece, and add it to the trajectory, even where the driver is cancelled."""
+        self._recording = asyncio.ensure_future(recording)
+        await asyncio.shield(self._recording)
 
     async def _record(
         self,
@@ -195,6 +221,9 @@ class Episode:
                     found=source,
                 )
             )
+        await self._whole(self._observe(tokens, source, text))
+
+    async def _observe(self, tokens: npt.NDArray[np.int32], source: str, text: str | None) -> None:
         at = self.trajectory
         turn = at.pieces[-1].turn if at.pieces else 0
         start = at.response_length
