@@ -226,6 +226,19 @@ class WeightsLoaded(Event):
     check_time_s: float | None = column(
         14, pa.float64(), "Seconds of the comparison.", nullable=True, measurement=True
     )
+    reason: str = column(
+        15,
+        pa.string(),
+        "'published': the engine followed the trainer; 'restored': it had been started anew, or an "
+        "update that did not succeed was taken back.",
+        measurement=True,
+    )
+    cache_flushed: bool = column(
+        16,
+        pa.bool_(),
+        "Whether nothing that older weights computed stayed in the engine's prefix cache.",
+        measurement=True,
+    )
 
 
 @event("checkpoint_saved", layout=1)
