@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ledger.numbering import VERSION_SPAN
+
 __all__ = ["RULES", "Rule"]
 
 
@@ -272,6 +274,19 @@ _III = (
     ),
     Rule(
         "III",
+        "sample_decided",
+        "SELECT d.branch, d.seq, d.index, format('staleness {}: tokens of version {} are consumed"
+        " at version {}', d.staleness, v.oldest, d.consumer_version) AS what\n"
+        "FROM sample_decided AS d JOIN (\n"
+        f"  SELECT g.index, min(list_min(g.span_versions) % {VERSION_SPAN}) AS oldest\n"
+        "  FROM segment_generated AS g WHERE len(g.tokens) > 0 GROUP BY g.index\n"
+        "  HAVING NOT bool_or(list_contains(g.span_versions, -1))) AS v ON d.index = v.index\n"
+        "WHERE d.decision = 'kept' AND d.consumer_version IS NOT NULL\n"
+        f"  AND d.staleness IS DISTINCT FROM d.consumer_version % {VERSION_SPAN} - v.oldest",
+        ("segment_generated",),
+    ),
+    Rule(
+        "III",
         "step_committed",
         "SELECT e.branch, e.seq, NULL::BIGINT AS index,"
         " format('made version {} from {}, but that was never published as such',"
@@ -321,6 +336,15 @@ _IV = (
         " OR list_sort(e.micro_batch_offsets) IS DISTINCT FROM e.micro_batch_offsets",
         "format('micro-batches {} on ranks {} do not divide {} samples',"
         " e.micro_batch_offsets::VARCHAR, e.micro_batch_ranks::VARCHAR, len(e.indices))",
+    ),
+    Rule(
+        "IV",
+        "weights_loaded",
+        "SELECT l.branch, l.seq, NULL::BIGINT AS index,"
+        " format('version {}: what engine {} took are not the published weights',"
+        " l.weight_version, coalesce(l.engine_address, l.engine)) AS what\n"
+        "FROM weights_loaded AS l JOIN weights_published AS w\n"
+        "  ON l.weight_version = w.weight_version WHERE l.root <> w.root",
     ),
     Rule(
         "IV",

@@ -13,8 +13,9 @@ import pytest
 
 from ledger import Ledger
 from ledger.check import check_ledger
+from ledger.events import WeightsLoaded
 from ledger.retention import Rule, apply_retention, plan_retention
-from tests.ledger.factory import RUN, MemoryReader, digest, story_tables, write_story
+from tests.ledger.factory import RUN, MemoryReader, digest, story_tables, table_of, write_story
 
 
 def forge(kind: str, row: int, **values: Any) -> Callable[[dict[str, pa.Table]], None]:
@@ -51,6 +52,31 @@ def double(kind: str, row: int) -> Callable[[dict[str, pa.Table]], None]:
         place = again.column_names.index("seq")
         again = again.set_column(place, again.schema.field(place), pa.array([1000], pa.int64()))
         tables[kind] = pa.concat_tables([tables[kind], again])
+
+    return change
+
+
+def add_loaded(root: bytes) -> Callable[[dict[str, pa.Table]], None]:
+    """An engine took version 1, which it says has this root."""
+
+    def change(tables: dict[str, pa.Table]) -> None:
+        taken = WeightsLoaded(
+            weight_version=1,
+            engine="sglang",
+            engine_address="http://a",
+            transport="disk",
+            base_version=None,
+            pause_mode="abort",
+            sent_tensors=2,
+            sent_bytes=8,
+            root=root,
+            compared="names and checksums",
+            engine_checksum=None,
+            pause_time_s=None,
+            transfer_time_s=None,
+            check_time_s=None,
+        )
+        tables["weights_loaded"] = table_of("weights_loaded", [("main", 1000, taken)])
 
     return change
 
@@ -177,6 +203,14 @@ CASES = {
     "a version that sampled before it was published": (
         forge("weights_published", 1, seq=10_000),
         ("III", "segment_generated", 12, "before its publication"),
+    ),
+    "a staleness that the spans do not give": (
+        forge("sample_decided", 0, consumer_version=2, staleness=1),
+        ("III", "sample_decided", 0, "staleness 1: tokens of version 0 are consumed at version 2"),
+    ),
+    "weights that an engine took under another root": (
+        add_loaded(digest("other")),
+        ("IV", "weights_loaded", None, "version 1: what engine http://a took"),
     ),
     "a step whose version was never published": (
         forge("weights_published", 1, parent_version=7),
