@@ -75,6 +75,8 @@ def add_loaded(root: bytes) -> Callable[[dict[str, pa.Table]], None]:
             pause_time_s=None,
             transfer_time_s=None,
             check_time_s=None,
+            reason="published",
+            cache_flushed=True,
         )
         tables["weights_loaded"] = table_of("weights_loaded", [("main", 1000, taken)])
 
