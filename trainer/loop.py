@@ -209,10 +209,11 @@ class TrainingLoop:
         kept = select_kept(
             self.ledger.reader(self.run_id, self.branch),
             rollout_step,
-            n_samples=self.sizes.rollout_batch_size * self.sizes.n_samples_per_prompt,
+            n_rollouts=self.sizes.rollout_batch_size * self.sizes.n_samples_per_prompt,
+            n_steps=self.sizes.num_steps_per_rollout,
         )
         self.summary.spent("select", began)
-        return np.split(kept, self.sizes.num_steps_per_rollout)
+        return kept
 
     def _train(self, rollout_step: int, samples: Sequence[np.ndarray] | None) -> None:
         """Take the steps of a rollout; on other ranks than 0, `samples` are what rank 0 says."""

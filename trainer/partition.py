@@ -90,7 +90,8 @@ def _padded(
                 + (", interleaved pipeline" if terms.micro_batch_multiple > 1 else ""),
                 expected=f"a multiple of {multiple} micro-batches",
                 found=n_micro,
-                do="change --global-batch-size or --micro-batch-size",
+                do="change --global-batch-size or --micro-batch-size; where rollouts leave sibling "
+                "samples, whose number changes from step to step, use --use-dynamic-batch-size",
             )
         )
     order_B = np.arange(n_samples)

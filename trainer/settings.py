@@ -266,7 +266,7 @@ class BatchSettings:
     """Prompts (groups) of a rollout step."""
     n_samples_per_prompt: int
     global_batch_size: int
-    """Samples of an optimizer step."""
+    """Rollouts of an optimizer step: its samples, siblings of one rollout counted once."""
     num_steps_per_rollout: int
     micro_batch_size: int
     """Rows of a micro-batch."""
@@ -321,9 +321,9 @@ class BatchSettings:
                     on="rollout_batch_size × n_samples_per_prompt = "
                     "global_batch_size × num_steps_per_rollout",
                     expected=f"{self.rollout_batch_size} × {self.n_samples_per_prompt} = {made} "
-                    "samples made by a rollout step",
+                    "rollouts made by a rollout step",
                     found=f"{self.global_batch_size} × {self.num_steps_per_rollout} = {used} "
-                    "samples used by its optimizer steps",
+                    "rollouts used by its optimizer steps",
                     do="change --global-batch-size or --num-steps-per-rollout so that both sides "
                     "are equal",
                 )

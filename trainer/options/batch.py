@@ -13,8 +13,8 @@ OPTIONS: tuple[Option, ...] = (
         "batch",
         int,
         None,
-        "samples of an optimizer step; default: what a rollout step makes, divided by "
-        "--num-steps-per-rollout",
+        "rollouts of an optimizer step (siblings of one rollout count once); default: what a "
+        "rollout step makes, divided by --num-steps-per-rollout",
         within=COUNT,
     ),
     Option(
