@@ -7,7 +7,10 @@ Formats, with the names that SGLang's `--tool-call-parser` uses for them:
 - `llama3`: the whole answer is `{"name": …, "parameters": {…}}`, after `<|python_tag|>` or not;
   several are separated by `;`.
 - `mistral`: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` at the end.
+- `code_block`: each fenced block of Python is a call of the tool `python` with its `code`; for
+  models without a format of their own.
 - `none`: nothing is looked for.
+- `module:function`: your own, from a text to a `ParsedAnswer`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ledger.errors import InvalidArgument, explain
+from rollout.imports import IMPORT_PATH, is_import_path, load_function
 
 __all__ = ["TOOL_FORMATS", "ParsedAnswer", "ToolCall", "parse_tool_calls", "tool_parser"]
 
@@ -49,6 +53,7 @@ class ParsedAnswer:
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_CODE_BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```\s*?$", re.DOTALL | re.MULTILINE)
 _MISTRAL = "[TOOL_CALLS]"
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -120,6 +125,14 @@ def _answer(text: str, kept: str, calls: list[ToolCall], problems: list[str]) ->
     return ParsedAnswer(content=content, calls=tuple(calls), problems=tuple(problems))
 
 
+def _code_block(text: str) -> ParsedAnswer:
+    calls = [
+        ToolCall(name="python", arguments=json.dumps({"code": match[1]}, ensure_ascii=False))
+        for match in _CODE_BLOCK.finditer(text)
+    ]
+    return _answer(text, _CODE_BLOCK.sub("", text), calls, [])
+
+
 def _none(text: str) -> ParsedAnswer:
     return ParsedAnswer(content=text, calls=())
 
@@ -130,6 +143,7 @@ _PARSERS: dict[str, Callable[[str], ParsedAnswer]] = {
     "qwen25": _hermes,
     "llama3": _llama3,
     "mistral": _mistral,
+    "code_block": _code_block,
     "none": _none,
 }
 
@@ -137,17 +151,19 @@ TOOL_FORMATS = tuple(_PARSERS)
 
 
 def tool_parser(name: str) -> Callable[[str], ParsedAnswer]:
-    """The parser of a format.
+    """The parser of a format, or one's own by its import path.
 
     Raises:
-        InvalidArgument: no format of that name.
+        InvalidArgument: no format of that name, or nothing that can be called at that path.
     """
+    if is_import_path(name):
+        return load_function(name, setting="--tool-call-parser")
     if name not in _PARSERS:
         raise InvalidArgument(
             explain(
                 "choosing how tool calls are read",
                 on=f"--tool-call-parser {name}",
-                expected=f"one of {', '.join(TOOL_FORMATS)}",
+                expected=f"one of {', '.join(TOOL_FORMATS)}, or {IMPORT_PATH}",
                 found=name,
             )
         )
