@@ -35,11 +35,22 @@ from rollout.rewards import Reward
 from rollout.sink import Appender
 from rollout.trajectory import Observation, Segment, Trajectory
 
-__all__ = ["Episode", "EpisodeAborted", "EpisodeFunction", "EpisodeServices", "single_turn"]
+__all__ = [
+    "Episode",
+    "EpisodeAborted",
+    "EpisodeFunction",
+    "EpisodeServices",
+    "GenerationCut",
+    "single_turn",
+]
 
 
 class EpisodeAborted(Exception):
     """The episode was told to stop; all it has is recorded, and it may go on later."""
+
+
+class GenerationCut(Exception):
+    """One generation was ended by `Episode.cut`; what it has is recorded, and the turn is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +82,35 @@ class Episode:
         """Samples of the same execution that this one began."""
         self.reward: Reward | None = None
         """What the driver itself says of the execution; None: the reward function is asked."""
-        self._aborted = False
+        self._aborted = asyncio.Event()
+        self._cut = False
         self._request: str | None = None
         self._recording: asyncio.Future[None] | None = None
 
     @property
     def is_aborted(self) -> bool:
         """Whether it was told to stop: the next generation would not begin."""
-        return self._aborted
+        return self._aborted.is_set()
+
+    async def wait_aborted(self) -> None:
+        """Return once it was told to stop: for drivers that wait for something else meanwhile."""
+        await self._aborted.wait()
 
     async def abort(self) -> None:
         """Stop: a generation that runs ends with what it has, and none begins any more."""
-        self._aborted = True
+        self._aborted.set()
         for one in self.siblings:
             await one.abort()
         if self._request is not None:
+            await self.services.engine.abort([self._request])
+
+    async def cut(self) -> None:
+        """End the generation that runs, with what it has: its driver no longer wants the rest.
+
+        The next generation goes on with the turn. Nothing happens where none runs.
+        """
+        if self._request is not None:
+            self._cut = True
             await self.services.engine.abort([self._request])
 
     async def generate(
@@ -93,18 +118,21 @@ class Episode:
         *,
         max_new_tokens: int | None = None,
         params: SamplingParams | None = None,
+        noted: Mapping[str, Any] | None = None,
     ) -> GenerationResult:
         """Continue the sequence with what the engine samples; it is recorded before this returns.
 
         `max_new_tokens` limits the turn, tokens that it has from before an abort included; None:
-        as the rollout's settings say. `params` replaces those of the rollout.
+        as the rollout's settings say. `params` replaces those of the rollout. `noted`, which must
+        survive JSON, is kept with the segment, as `request` of its engine report.
 
         Raises:
             EpisodeAborted: it was told to stop. What was sampled until then is recorded.
+            GenerationCut: `cut` was called. What was sampled until then is recorded.
             InvalidArgument: the turn has its tokens already, or the model cannot take the request.
             EngineFailed: no engine gave an answer.
         """
-        if self._aborted:
+        if self.is_aborted:
             raise EpisodeAborted
         at, services = self.trajectory, self.services
         params = services.params if params is None else params
@@ -127,24 +155,29 @@ class Episode:
             session_id=at.session_id,
             routing_start=at.routing_rows,
         )
+        self._cut = False
         call = asyncio.ensure_future(services.engine.generate(request, params))
         try:
             result = await asyncio.shield(call)
         except asyncio.CancelledError:
             # Whoever gave up on the driver does not throw away what was sampled.
-            self._aborted = True
+            self._aborted.set()
             await services.engine.abort([self._request])
             with contextlib.suppress(EngineFailed):  # then there is nothing to keep
                 result = await call
                 if len(result.tokens):
-                    await self._whole(self._record(result, params, seed, turn, segment, start))
+                    await self._whole(
+                        self._record(result, noted, params, seed, turn, segment, start)
+                    )
             raise
         finally:
             self._request = None
         if len(result.tokens):
-            await self._whole(self._record(result, params, seed, turn, segment, start))
+            await self._whole(self._record(result, noted, params, seed, turn, segment, start))
         if result.finish_reason == "abort":
-            self._aborted = True
+            if self._cut:
+                raise GenerationCut
+            self._aborted.set()
             raise EpisodeAborted
         return result
 
@@ -164,6 +197,7 @@ class Episode:
     async def _record(
         self,
         result: GenerationResult,
+        noted: Mapping[str, Any] | None,
         params: SamplingParams,
         seed: int,
         turn: int,
@@ -171,6 +205,8 @@ class Episode:
         start: int,
     ) -> None:
         at, services = self.trajectory, self.services
+        if noted is not None:
+            result = replace(result, report={**(result.report or {}), "request": dict(noted)})
         (drift,) = retokenization_drift(services.tokenizer, [result.tokens])
         events: list[Event | None] = [
             segment_generated(
