@@ -125,7 +125,7 @@ async def run_python(code: str, limits: SandboxLimits) -> Execution:
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-                status = await asyncio.shield(process.wait())
+                status = await asyncio.shield(_end(process))
             report = _report(heard)
         finally:
             os.close(heard)
@@ -223,6 +223,17 @@ async def _communicate(process: asyncio.subprocess.Process, code: bytes, output:
         if output.too_much:
             return
     await process.wait()
+
+
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """Of a process that was killed: its status, once its pipe is closed too."""
+    if process.stdout is not None:
+        with contextlib.suppress(TimeoutError):
+            # Where processes are not denied, one that left the group holds the pipe open.
+            async with asyncio.timeout(1):
+                while await process.stdout.read(2**16):
+                    pass
+    return await process.wait()
 
 
 def _report(heard: int) -> dict[str, str]:
