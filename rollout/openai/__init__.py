@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint in front of an engine: what agents do is recorded with its ids."""
