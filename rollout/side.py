@@ -15,6 +15,7 @@ from rollout.filters import create_filter
 from rollout.rewards import create_reward
 from rollout.settings import RolloutSettings
 from rollout.tasks import create_source, stop_token_ids
+from rollout.tasks.from_options import training_source
 from rollout.worker import RolloutProgress, RolloutSummary, RolloutWorker
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class LocalRolloutSide:
         self._settings = rollout_settings(values)
         seed = values["rollout_seed"]
         task, options = values["task"], values["task_options"]
-        self._source = create_source(task, seed=seed, options=options)
+        self._tokenizer = load_tokenizer(model_dir)
+        self._source = training_source(values, self._tokenizer)
         self._eval_seed = derive_seed("evaluation", seed)
         self._eval_source = create_source(task, seed=self._eval_seed, options=options)
         self._reward = create_reward(values["custom_rm_path"] or self._source.reward)
@@ -110,7 +112,6 @@ class LocalRolloutSide:
                 values.get("record_routing_weights") or values.get("replay_routing_weights")
             ),
         )
-        self._tokenizer = load_tokenizer(model_dir)
         self._params = self._settings.sampling(stop_token_ids(self._source, self._tokenizer))
         self._worker: RolloutWorker | None = None
 

@@ -31,7 +31,7 @@ DEFAULT_RUN = "run"
 
 _MODEL_FOLDERS = tuple(FOLDERS.values())
 
-_OF_ROLLOUTS = {o.name for o in OPTIONS if o.content and o.group == "rollout"} - {
+_OF_ROLLOUTS = {o.name for o in OPTIONS if o.content and o.group in ("rollout", "data")} - {
     "n_eval_prompts"
 } | {"global_batch_size", "num_steps_per_rollout"}
 """What recorded trajectories were made with."""
@@ -127,6 +127,17 @@ def _resume(ledger: Ledger, run_id: str, branch: str, said: Mapping[str, Any]) -
     explicit = spelled_out({k: v for k, v in said.items() if k != "preset" or not again}, recorded)
     given = content_of(explicit)
     different = {k: v for k, v in given.items() if _plain(v) != recorded.get(k)}
+    if set(different) == {"prompt_data_digest"}:
+        raise InvalidArgument(
+            explain(
+                "continuing a run with other prompt data",
+                on=f"run {run_id!r}, branch {branch!r}, --prompt-data {said.get('prompt_data')}",
+                expected=f"the content it began with, blake3 {recorded.get('prompt_data_digest')}",
+                found=different["prompt_data_digest"],
+                do="put the old content back, or name the place where it is now; to train on the "
+                "new one, fork a branch: --from-version K --data fresh --prompt-data PATH",
+            )
+        )
     if different:
         raise InvalidArgument(
             explain(
@@ -243,6 +254,7 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
         "save_interval",
         "eval_interval",
         "launcher",
+        "prompt_data",
         *_MODEL_FOLDERS,
     )
     kept = {name: places[name] for name in carried if places.get(name) is not None}

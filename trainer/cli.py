@@ -158,7 +158,7 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
         return _follow(uri, catalog)
     forking = "from_version" in explicit
     with open_ledger(uri, create=not forking, catalog=catalog) as ledger:
-        standing = _decide(ledger, explicit)
+        standing = _decide(ledger, _with_digests(explicit))
         # Heavy imports only once the options make sense.
         from trainer.opening import is_complete
 
@@ -172,8 +172,21 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
     return result
 
 
+def _with_digests(explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with digests of the data that they name, which are recorded and compared."""
+    given = dict(explicit)
+    if given.get("prompt_data"):
+        from rollout.tasks.from_options import check_digest
+        from rollout.tasks.prompt_rows import content_digest
+
+        found = content_digest(given["prompt_data"])
+        check_digest(given["prompt_data"], given.setdefault("prompt_data_digest", found), found)
+    return given
+
+
 def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     """Where the run stands; what can be checked before anything is written is checked."""
+    from rollout.tasks.from_options import check_rows
     from trainer.begin import checkpoint_root, find_standing
     from trainer.checkpoint_formats import format_of
     from trainer.tracking import check_tracking
@@ -181,6 +194,8 @@ def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     standing = find_standing(ledger, explicit)
     values = standing.values
     _check(values)
+    if values["data"] == "fresh" and standing.kind != "resume":
+        check_rows(values)
     format_of(values)
     check_tracking(values, ledger.root)
     checkpoint_root(ledger, standing)

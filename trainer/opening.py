@@ -19,6 +19,7 @@ from ledger.store import Ledger
 from ledger.writer import Writer
 from trainer.algorithms.needs import needs_values
 from trainer.begin import Standing, checkpoint_root, find_standing, new_model_folder
+from trainer.chat_template import chat_template_digest
 from trainer.checkpoint_formats import FORMAT, format_of
 from trainer.critic import create_critic, critic_settings
 from trainer.frozen import FrozenModel
@@ -266,7 +267,7 @@ def _start_run(
         num_threads=values["num_threads"],
         model_digest=json_digest(read_config(model_dir)),
         tokenizer_digest=_file_digest(model_dir / "tokenizer.json"),
-        chat_template_digest=None,
+        chat_template_digest=chat_template_digest(model_dir),
     )
     # The checkpoint first, so that one transaction makes the run, its first version and its first
     # checkpoint real together.

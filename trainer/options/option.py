@@ -13,6 +13,7 @@ Group = Literal[
     "ledger",
     "checkpoint",
     "rollout",
+    "data",
     "algorithm",
     "batch",
     "routing",

@@ -1,0 +1,65 @@
+"""Options of prompt data. Names are those of slime."""
+
+from __future__ import annotations
+
+from trainer.options.option import COUNT, Option, place
+
+__all__ = ["OPTIONS"]
+
+OPTIONS: tuple[Option, ...] = (
+    place(
+        "prompt_data",
+        "data",
+        str,
+        None,
+        "prompts from a .jsonl or .parquet file, a folder of them, or one of Hugging Face's "
+        "save_to_disk, in place of --task; PATH@[start:end] for some of the rows",
+    ),
+    Option(
+        "prompt_data_digest",
+        "data",
+        str,
+        None,
+        "blake3 of the prompt data: computed and recorded when a run begins, and compared "
+        "whenever it goes on",
+    ),
+    Option("input_key", "data", str, "input", "field of the prompt: a text or chat messages"),
+    Option("label_key", "data", str, None, "field of what the verifier compares with"),
+    Option(
+        "metadata_key",
+        "data",
+        str,
+        "metadata",
+        "field of an object for verifiers, environments and custom functions",
+    ),
+    Option("tool_key", "data", str, "tools", "field of the tools for the chat template"),
+    Option(
+        "apply_chat_template",
+        "data",
+        bool,
+        False,
+        "write prompts by the tokenizer's chat template; a text is the user's only message",
+    ),
+    Option(
+        "apply_chat_template_kwargs",
+        "data",
+        "json",
+        {},
+        'JSON object given to the chat template, such as {"enable_thinking": false}',
+    ),
+    Option(
+        "rollout_shuffle",
+        "data",
+        bool,
+        False,
+        "another order of the rows in each epoch, by --rollout-seed",
+    ),
+    Option(
+        "rollout_max_prompt_len",
+        "data",
+        int,
+        None,
+        "leave prompts of more tokens out; every prompt is encoded once at the start to find them",
+        within=COUNT,
+    ),
+)
