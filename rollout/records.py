@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,11 @@ from ledger.events import (
 from ledger.routing import routing_of
 from rollout.history import IssuedGroup
 from rollout.protocol import AsyncEngine, Engine, GenerationResult, SamplingParams
-from rollout.rewards import Reward, RewardFunction, ScoredSample, checked_reward
+from rollout.rewards import Reward, ScoredSample, checked_reward
 
 __all__ = [
+    "Sample",
+    "Verifier",
     "indexer_recorded",
     "prompt_issued",
     "response_text",
@@ -50,9 +52,14 @@ def response_text(
 
 
 def prompt_issued(
-    group: IssuedGroup, *, rollout_step: int, source: str, source_row: int
+    group: IssuedGroup,
+    *,
+    rollout_step: int,
+    source: str,
+    source_row: int,
+    retry_of: int | None = None,
 ) -> PromptIssued:
-    """The event that gives a prompt out."""
+    """The event that gives a prompt out; `retry_of`: in the place of that group."""
     return PromptIssued(
         prompt_id=blake3(group.tokens.astype("<i4").tobytes()).digest(),
         group_index=group.group_index,
@@ -67,6 +74,7 @@ def prompt_issued(
         source_row=source_row,
         data_cursor=source_row + 1,
         metadata=canonical_json(group.metadata) if group.metadata else None,
+        retry_of=retry_of,
     )
 
 
@@ -166,7 +174,19 @@ def indexer_recorded(
     )
 
 
-def sample_scored(sample: ScoredSample, reward: Reward, verifier: RewardFunction) -> SampleScored:
+class Verifier(Protocol):
+    """Who gave a reward."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def version(self) -> str:
+        """Its version."""
+
+
+def sample_scored(sample: ScoredSample, reward: Reward, verifier: Verifier) -> SampleScored:
     """The event of a score.
 
     Raises:
@@ -187,10 +207,33 @@ def sample_scored(sample: ScoredSample, reward: Reward, verifier: RewardFunction
     )
 
 
+class Sample(Protocol):
+    """What names a sample."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the run."""
+
+    @property
+    def rollout_id(self) -> int:
+        """The execution it belongs to."""
+
+    @property
+    def group_index(self) -> int:
+        """Its group."""
+
+
 def sample_decided(
-    sample: ScoredSample, *, rollout_step: int, decision: str, reason: str, rule: str
+    sample: Sample,
+    *,
+    rollout_step: int,
+    decision: str,
+    reason: str,
+    rule: str,
+    consumer_version: int | None = None,
+    staleness: int | None = None,
 ) -> SampleDecided:
-    """The event of a decision."""
+    """The event of a decision; the last two for a sample that is compared with its consumer."""
     return SampleDecided(
         index=sample.index,
         rollout_id=sample.rollout_id,
@@ -199,6 +242,8 @@ def sample_decided(
         decision=decision,
         reason=reason,
         rule=rule,
+        consumer_version=consumer_version,
+        staleness=staleness,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ledger.events import UNKNOWN_VERSION
+from ledger.events import UNKNOWN_VERSION, PromptIssued
 from ledger.numbering import VERSION_SPAN, local_number
 
-__all__ = ["Observation", "Piece", "Segment", "Trajectory"]
+__all__ = ["Observation", "Piece", "Segment", "Trajectory", "trajectory_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -140,3 +141,18 @@ class Trajectory:
         if not known or UNKNOWN_VERSION in known:
             return None
         return min(known, key=lambda version: local_number(version, VERSION_SPAN))
+
+
+def trajectory_of(event: PromptIssued, position: int) -> Trajectory:
+    """Sample number `position` of a prompt that was issued, without any piece yet."""
+    return Trajectory(
+        index=int(event.indices[position]),
+        group_index=event.group_index,
+        rollout_id=int(event.rollout_ids[position]),
+        rollout_step=event.rollout_step,
+        prompt_tokens=event.tokens,
+        text=event.text,
+        label=event.label,
+        metadata=json.loads(event.metadata or "{}"),
+        parent_index=event.parent_index,
+    )

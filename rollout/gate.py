@@ -1,0 +1,123 @@
+"""Between episodes and the world: a gate before the engine, the buffer behind the sink."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ledger.fields import Event
+from rollout.buffer import DataBuffer
+from rollout.protocol import AsyncEngine, GenerationRequest, GenerationResult, SamplingParams
+from rollout.sink import Appender
+
+if TYPE_CHECKING:
+    from ledger.weights import TensorRecord
+
+__all__ = ["BufferedSink", "GatedEngine"]
+
+
+class GatedEngine:
+    """An engine whose requests wait while it takes new weights, instead of being sent."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Open."""
+        self.name, self.version = engine.name, engine.version
+        self._engine = engine
+        self._open = asyncio.Event()
+        self._open.set()
+        self._waiting: dict[str | None, asyncio.Task[Any]] = {}
+
+    @property
+    def weight_version(self) -> int:
+        """As `AsyncEngine.weight_version`."""
+        return self._engine.weight_version
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are sent."""
+        return self._open.is_set()
+
+    async def opened(self) -> None:
+        """Return when requests are sent."""
+        await self._open.wait()
+
+    async def generate(
+        self, request: GenerationRequest, params: SamplingParams
+    ) -> GenerationResult:
+        """As `AsyncEngine.generate`, once the gate is open."""
+        if not self._open.is_set():
+            waiting = asyncio.ensure_future(self._open.wait())
+            self._waiting[request.request_id] = waiting
+            try:
+                await asyncio.wait([waiting])
+            finally:
+                del self._waiting[request.request_id]
+                waiting.cancel()
+            if not self._open.is_set():
+                return _nothing(request, params)
+        return await self._engine.generate(request, params)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """As `AsyncEngine.abort`; requests that wait at the gate end, too."""
+        for name in list(self._waiting) if request_ids is None else request_ids:
+            if name in self._waiting:
+                self._waiting[name].cancel()
+        await self._engine.abort(request_ids)
+
+    async def update_weights(
+        self, version: int, named: Iterable[tuple[str, Any]]
+    ) -> list[TensorRecord]:
+        """As `AsyncEngine.update_weights`; where it fails the old weights go on being served."""
+        self._open.clear()
+        try:
+            return await self._engine.update_weights(version, named)
+        except BaseException:
+            self._open.set()
+            raise
+
+    async def release(self, version: int) -> None:
+        """As `AsyncEngine.release`."""
+        await self._engine.release(version)
+        self._open.set()
+
+    async def close(self) -> None:
+        """As `AsyncEngine.close`."""
+        await self._engine.close()
+
+
+def _nothing(request: GenerationRequest, params: SamplingParams) -> GenerationResult:
+    """The answer to a request that was aborted before it was sent."""
+    return GenerationResult(
+        index=request.index,
+        tokens=np.zeros(0, np.int32),
+        log_probs=np.zeros(0, np.float32),
+        sampler_log_probs=None,
+        logprob_mode=params.logprob_mode,
+        logprob_temperature=params.logprob_temperature,
+        finish_reason="abort",
+        span_starts=np.zeros(0, np.int32),
+        span_ends=np.zeros(0, np.int32),
+        span_versions=np.zeros(0, np.int64),
+    )
+
+
+class BufferedSink:
+    """An `Appender` that refuses late pieces, and shows the buffer what became durable."""
+
+    def __init__(self, sink: Appender, buffer: DataBuffer) -> None:
+        """Events of one branch, whose buffer it is."""
+        self._sink, self._buffer = sink, buffer
+
+    async def append(self, events: Sequence[Event]) -> None:
+        """As `Appender.append`. Raises Conflict, too, for a piece that comes too late or twice."""
+        self._buffer.refuse_late(events)
+        stored = asyncio.ensure_future(self._store(events))
+        # The buffer hears of it even where the caller is cancelled meanwhile.
+        await asyncio.shield(stored)
+
+    async def _store(self, events: Sequence[Event]) -> None:
+        await self._sink.append(events)
+        self._buffer.apply(events)
