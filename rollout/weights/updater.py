@@ -1,0 +1,507 @@
+"""New weights for engines, behind a barrier: either all that live have them, or none.
+
+pause → transfer → the engine's own checksums compared → (the caller commits the event) → continue.
+Nothing here decides that a version is real: that is the event's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ledger.errors import Conflict, Diverged, EngineFailed, InvalidArgument, explain
+from ledger.events import WeightsLoaded
+from ledger.weights import TensorRecord
+from rollout.weights.comparison import Compared, Comparison, not_comparable
+from rollout.weights.control import EngineControl, EngineInfo
+from rollout.weights.settings import WeightUpdateSettings
+from rollout.weights.staged import StagedVersion, stage
+from rollout.weights.transports import (
+    Delivery,
+    DiskTransport,
+    TensorTransport,
+    Transport,
+)
+
+__all__ = ["WeightUpdater"]
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One engine on its way from one version to the next."""
+
+    engine: EngineControl
+    info: EngineInfo
+    transport: Transport
+    names: list[str]
+    base_version: int | None
+    before: dict[tuple[int, str], str] = field(default_factory=dict)
+    """At first contact: its checksums, by which it is known again when it is put back."""
+    touched: bool = False
+    problem: str | None = None
+    gone: EngineFailed | None = None
+    compared: Compared | None = None
+    flushed: bool = False
+    pause_s: float = 0.0
+    transfer_s: float = 0.0
+    check_s: float = 0.0
+
+    @property
+    def well(self) -> bool:
+        return self.problem is None and self.gone is None
+
+
+class WeightUpdater:
+    """Brings versions to SGLang engines. All calls come from one event loop, one at a time.
+
+    The tensors of the version that engines serve stay here until the next one is released: an
+    update that fails is taken back with them, and an engine that was started anew is given them.
+    """
+
+    def __init__(self, settings: WeightUpdateSettings, config: Mapping[str, Any]) -> None:
+        """`config`: the model's config.json, by which parameters are told apart."""
+        self._settings = settings
+        self._comparison = Comparison(config)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._transports: dict[str, Transport] = {}
+        self._served: StagedVersion | None = None
+        self._pending: StagedVersion | None = None
+        self._turns: list[_Turn] = []
+        self._infos: dict[str, EngineInfo] = {}
+        self._acknowledged: dict[str, int] = {}
+        self.unusable: dict[str, str] = {}
+        """Address → why: engines that must not get traffic until `restore` has brought them a
+        version again. They are paused, or gone."""
+
+    @property
+    def served_version(self) -> int | None:
+        """The version that was released last; None: none was by this process."""
+        return None if self._served is None else self._served.version
+
+    def stage(self, version: int, named: Iterable[tuple[str, Any]]) -> StagedVersion:
+        """Copy a version to this side; for `update`. To be called where tensors can be taken.
+
+        Raises InvalidArgument where it is not the same model as the version that is served.
+        """
+        return stage(version, named, self._served)
+
+    async def update(
+        self,
+        engines: Sequence[EngineControl],
+        version: int,
+        named: StagedVersion | Iterable[tuple[str, Any]],
+    ) -> list[TensorRecord]:
+        """Pause engines, bring them a version, compare their checksums; they stay paused.
+
+        Returns the records of the version's tensors, sorted by name: they are true of every engine
+        that is not in `unusable`. An engine that is gone is put there, and the others go on; the
+        update fails where none is left.
+
+        Raises:
+            InvalidArgument: weights that do not fit the engines, or a transport that cannot reach
+                them. Nothing was touched.
+            Conflict: an engine does not have the version that a delta is made from. Nothing was
+                touched.
+            Diverged: an engine refused the tensors, or holds other bits than were published. Every
+                engine serves the old version again; one for which that failed is in `unusable`.
+            EngineFailed: no engine is left.
+            StorageFailed: as Diverged, where this host has no room for the transfer.
+        """
+        staged = named if isinstance(named, StagedVersion) else self.stage(version, named)
+        if staged.version != version:
+            raise ValueError(f"version {staged.version} was staged, {version} is to be loaded")
+        self._pending, self._turns = None, []
+        turns = await self._prepare(engines, staged)
+        try:
+            await self._bring(turns, staged)
+        except BaseException:
+            await asyncio.shield(self._take_back(turns))
+            raise
+        failed = [turn for turn in turns if turn.problem is not None]
+        if failed:
+            put_back = await self._take_back(turns)
+            raise Diverged(
+                explain(
+                    "updating the weights of engines",
+                    on=f"version {version}, engine {failed[0].engine.address}",
+                    expected="the tensors taken, and the checksums of what was published",
+                    found=failed[0].problem,
+                    do=f"{put_back}; nothing of version {version} may be committed",
+                )
+            )
+        live = [turn for turn in turns if turn.gone is None]
+        if not live:
+            raise turns[-1].gone or EngineFailed(explain("updating the weights: no engine is left"))
+        self._pending, self._turns = staged, live
+        return list(staged.records.values())
+
+    def loaded(self) -> list[WeightsLoaded]:
+        """The events of the update that waits for `release`: to be stored before it."""
+        if self._pending is None:
+            return []
+        return [self._event(turn, self._pending, "published") for turn in self._turns]
+
+    async def release(self, version: int) -> None:
+        """Let the engines serve `version`, which was committed.
+
+        Raises Conflict where another version, or none, was brought to them.
+        """
+        pending = self._pending
+        if pending is None or pending.version != version:
+            raise Conflict(
+                explain(
+                    "releasing engines after a weight update",
+                    on=f"version {version}",
+                    expected="the version that they were brought last",
+                    found="none" if pending is None else pending.version,
+                    do="call update_weights with that version first",
+                )
+            )
+        for turn in self._turns:
+            self._acknowledged[turn.engine.address] = version
+            self.unusable.pop(turn.engine.address, None)
+        await self._continue([turn.engine for turn in self._turns])
+        self._served, self._pending, self._turns = pending, None, []
+
+    async def restore(self, engine: EngineControl) -> WeightsLoaded | None:
+        """Give an engine that was started anew, or is unusable, the version that others serve.
+
+        It is paused, filled, compared, and generates again; where an update waits for its release
+        it gets that version, and waits with the others: its event is then among `loaded`, and None
+        is returned.
+
+        Raises as `update`; the engine is in `unusable` then. Raises Conflict where this process
+        has no version to give.
+        """
+        staged = self._pending or self._served
+        if staged is None:
+            raise Conflict(
+                explain(
+                    "giving an engine its weights again",
+                    on=engine.address,
+                    expected="a version that this process has brought to engines",
+                    found="none yet",
+                    do="call update_weights first",
+                )
+            )
+        self._forget(engine)
+        self.unusable[engine.address] = "it is being given its weights again"
+        [turn] = await self._prepare([engine], staged)
+        await self._bring([turn], staged)
+        if not turn.well:
+            self._give_up(turn)
+            raise turn.gone or Diverged(
+                explain(
+                    "giving an engine its weights again",
+                    on=f"version {staged.version}, engine {engine.address}",
+                    expected="the checksums of what was published",
+                    found=turn.problem,
+                    do="start the engine again",
+                )
+            )
+        if self._pending is not None:
+            self._turns.append(turn)
+            return None
+        event = self._event(turn, staged, "restored")
+        self._acknowledged[engine.address] = staged.version
+        self.unusable.pop(engine.address, None)
+        await self._continue([engine])
+        return event
+
+    async def close(self) -> None:
+        """Forget the versions, and remove the temporary folder. Engines are left as they are."""
+        self._served, self._pending, self._turns = None, None, []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    # Before anything is touched
+
+    async def _prepare(
+        self, engines: Sequence[EngineControl], staged: StagedVersion
+    ) -> list[_Turn]:
+        found = await asyncio.gather(
+            *(self._look_at(engine, staged) for engine in engines), return_exceptions=True
+        )
+        turns: list[_Turn] = []
+        gone: EngineFailed | None = None
+        for engine, one in zip(engines, found, strict=True):
+            if isinstance(one, EngineFailed):
+                gone = one
+                self._forget(engine)
+                self.unusable[engine.address] = str(one)
+            elif isinstance(one, BaseException):
+                raise one
+            else:
+                turns.append(one)
+        if not turns:
+            raise gone or InvalidArgument(explain("updating the weights of no engine"))
+        return turns
+
+    async def _look_at(self, engine: EngineControl, staged: StagedVersion) -> _Turn:
+        """What there is to do for an engine. Raises as `update`."""
+        address = engine.address
+        acknowledged = self._acknowledged.get(address)
+        if acknowledged is None:
+            info = self._infos[address] = await engine.info()
+            label = info.weight_version
+        else:
+            info, label = self._infos[address], await engine.weight_version()
+        transport = self._transport(engine, info)
+        names, base = sorted(staged.tensors), None
+        if self._settings.mode == "delta" and acknowledged is not None:
+            served = self._served
+            if served is None or acknowledged != served.version or label != str(acknowledged):
+                raise Conflict(
+                    explain(
+                        "sending an engine what has changed",
+                        on=f"version {staged.version}, engine {address}",
+                        expected=f"version {acknowledged}, from which the delta is made",
+                        found=f"it says {label!r}",
+                        do="find out who else gives it weights; start it again, and it is given "
+                        "all tensors",
+                    )
+                )
+            names, base = staged.changed_from(served), served.version
+        turn = _Turn(engine, info, transport, names, base)
+        if acknowledged is None:
+            ranks, _ = await engine.checksums()
+            turn.before = {
+                (rank.tp_rank, name): value
+                for rank in ranks
+                for name, value in rank.checksums.items()
+            }
+            why = not_comparable(info)
+            missing = [] if why else self._comparison.unexplained(info, ranks, staged)
+            if why or missing:
+                raise InvalidArgument(
+                    explain(
+                        "checking whether an engine's weights can be compared",
+                        on=address,
+                        expected="parameters that are made of the published tensors alone",
+                        found=why or f"unexplained: {_first(missing)}",
+                        do="start it with the same model, and without what changes its weights",
+                    )
+                )
+        return turn
+
+    def _transport(self, engine: EngineControl, info: EngineInfo) -> Transport:
+        """Raises InvalidArgument where the one that was asked for cannot reach this engine."""
+        settings = self._settings
+        name = settings.transport
+        if name == "auto":
+            by_disk = settings.disk_dir is not None or (engine.local and info.dp_size > 1)
+            name = "tensor" if engine.local and info.dp_size == 1 else "disk"
+            if not engine.local and not by_disk:
+                name = "distributed"
+        refused = None
+        if name != "disk" and info.dp_size > 1:
+            refused = f"dp_size {info.dp_size}: SGLang takes weights of replicas from disk alone"
+        elif name == "tensor" and not engine.local:
+            refused = "an engine of another host: shared memory does not reach it"
+        elif name == "disk" and settings.disk_dir is None and not engine.local:
+            refused = "an engine of another host, and no folder that both see"
+        if refused is not None:
+            raise InvalidArgument(
+                explain(
+                    f"bringing weights to an engine by {name!r}",
+                    on=engine.address,
+                    expected="a way that reaches it",
+                    found=refused,
+                    do="name another --update-weight-transport, or a folder that both see with "
+                    "--update-weight-disk-dir",
+                )
+            )
+        if name not in self._transports:
+            self._transports[name] = self._make(name)
+        return self._transports[name]
+
+    def _make(self, name: str) -> Transport:
+        settings = self._settings
+        if name == "tensor":
+            return TensorTransport(settings.buffer_size)
+        if name == "disk":
+            folder = settings.disk_dir
+            if folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="weights-")
+                folder = Path(self._folder.name)
+            return DiskTransport(folder, settings.buffer_size, keep_files=settings.disk_keep_files)
+        raise InvalidArgument(f"no transport {name!r}")
+
+    # The barrier
+
+    async def _bring(self, turns: Sequence[_Turn], staged: StagedVersion) -> None:
+        """Pause, transfer, compare: what went wrong with an engine is in its turn."""
+        await self._each(turns, self._pause)
+        for transport in {id(turn.transport): turn.transport for turn in turns}.values():
+            for names in {tuple(turn.names): turn.names for turn in turns}.values():
+                mine = [
+                    turn
+                    for turn in turns
+                    if turn.transport is transport and turn.names == names and turn.well
+                ]
+                if mine:
+                    await self._send(mine, transport, names, staged)
+        await self._each(turns, lambda turn: self._compare(turn, staged))
+        for turn in turns:
+            if turn.gone is not None:
+                self._give_up(turn)
+
+    async def _each(self, turns: Sequence[_Turn], do: Any) -> None:
+        async def one(turn: _Turn) -> None:
+            try:
+                await do(turn)
+            except EngineFailed as error:
+                turn.gone = error
+
+        await asyncio.gather(*(one(turn) for turn in turns if turn.well))
+
+    async def _pause(self, turn: _Turn) -> None:
+        began = time.perf_counter()
+        turn.touched = True
+        answer = await turn.engine.pause(self._settings.pause_mode)
+        if not answer.ok:
+            turn.problem = f"/pause_generation: {answer.message}"
+        turn.pause_s = time.perf_counter() - began
+
+    async def _send(
+        self,
+        turns: Sequence[_Turn],
+        transport: Transport,
+        names: Sequence[str],
+        staged: StagedVersion,
+    ) -> None:
+        began = time.perf_counter()
+        # Requests that are paused in place hold their cache, and the engine refuses to empty it.
+        flush = self._settings.pause_mode != "in_place"
+        outcomes = await transport.send(
+            [Delivery(turn.engine, turn.info.tp_size) for turn in turns],
+            staged,
+            names,
+            flush=flush,
+        )
+        for turn, outcome in zip(turns, outcomes, strict=True):
+            turn.transfer_s = time.perf_counter() - began
+            turn.flushed = flush and bool(names)
+            if isinstance(outcome, EngineFailed):
+                turn.gone = outcome
+            else:
+                turn.problem = outcome
+
+    async def _compare(self, turn: _Turn, staged: StagedVersion) -> None:
+        began = time.perf_counter()
+        if not turn.flushed:
+            turn.flushed = (await turn.engine.post("/flush_cache")).ok
+        label = await turn.engine.weight_version()
+        turn.compared = await self._comparison.compare(turn.engine, turn.info, staged)
+        turn.problem = turn.compared.difference
+        if label != str(staged.version):
+            turn.problem = f"it says that it has version {label!r}"
+        turn.check_s = time.perf_counter() - began
+
+    # After a failure
+
+    async def _take_back(self, turns: Sequence[_Turn]) -> str:
+        """Give every engine what it had, and let it serve; says how that went."""
+        touched = [turn for turn in turns if turn.touched and turn.gone is None]
+        for turn in touched:
+            self._forget(turn.engine)
+        if self._served is None:
+            await self._each_again(touched, self._reload)
+        else:
+            back = [
+                _Turn(turn.engine, turn.info, turn.transport, sorted(self._served.tensors), None)
+                for turn in touched
+            ]
+            await self._bring(back, self._served)
+            touched = back
+        well = [turn for turn in touched if turn.well]
+        for turn in touched:
+            if not turn.well:
+                self._give_up(turn)
+        for turn in well:
+            if self._served is not None:
+                self._acknowledged[turn.engine.address] = self._served.version
+                self._infos[turn.engine.address] = turn.info
+        await self._continue([turn.engine for turn in well])
+        lost = sorted(turn.engine.address for turn in turns if turn.engine.address in self.unusable)
+        said = f"{len(well)} engines serve what they had"
+        return f"{said}; not usable until started again: {', '.join(lost)}" if lost else said
+
+    async def _each_again(self, turns: Sequence[_Turn], do: Any) -> None:
+        for turn in turns:
+            turn.problem = None
+        await self._each(turns, do)
+
+    async def _reload(self, turn: _Turn) -> None:
+        """The weights an engine had when this process first saw it, from where it had read them."""
+        await turn.engine.post("/end_weight_update")  # says no where none is open
+        answer = await turn.engine.post(
+            "/update_weights_from_disk",
+            {
+                "model_path": turn.info.model_path,
+                "load_format": "auto",
+                "weight_version": turn.info.weight_version,
+            },
+        )
+        if not answer.ok:
+            turn.problem = f"/update_weights_from_disk: {answer.message}"
+            return
+        ranks, _ = await turn.engine.checksums()
+        after = {
+            (rank.tp_rank, name): value for rank in ranks for name, value in rank.checksums.items()
+        }
+        if after != turn.before:
+            turn.problem = f"{turn.info.model_path} holds other weights than it had"
+
+    async def _continue(self, engines: Sequence[EngineControl]) -> None:
+        async def one(engine: EngineControl) -> None:
+            try:
+                answer = await engine.resume()
+                found = None if answer.ok else f"/continue_generation: {answer.message}"
+            except EngineFailed as error:
+                found = str(error)
+            if found is not None:
+                self._forget(engine)
+                self.unusable[engine.address] = found
+
+        await asyncio.gather(*(one(engine) for engine in engines))
+
+    def _give_up(self, turn: _Turn) -> None:
+        self._forget(turn.engine)
+        self.unusable[turn.engine.address] = str(turn.gone or turn.problem)
+
+    def _forget(self, engine: EngineControl) -> None:
+        self._acknowledged.pop(engine.address, None)
+        self._infos.pop(engine.address, None)
+
+    def _event(self, turn: _Turn, staged: StagedVersion, reason: str) -> WeightsLoaded:
+        if turn.compared is None:
+            raise RuntimeError(f"{turn.engine.address} was not compared")
+        return WeightsLoaded(
+            weight_version=staged.version,
+            engine=turn.engine.name,
+            engine_address=turn.engine.address,
+            transport=turn.transport.name,
+            base_version=turn.base_version,
+            pause_mode=self._settings.pause_mode,
+            sent_tensors=len(turn.names),
+            sent_bytes=staged.size_bytes(turn.names),
+            root=staged.root,
+            compared=turn.compared.words,
+            engine_checksum=turn.compared.engine_checksum,
+            pause_time_s=turn.pause_s,
+            transfer_time_s=turn.transfer_s,
+            check_time_s=turn.check_s,
+            reason=reason,
+            cache_flushed=turn.flushed,
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
