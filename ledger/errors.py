@@ -15,6 +15,7 @@
     ├── IncompatibleFormat  written by a newer version, or not a ledger (also a ValueError)
     ├── Diverged            other bits than recorded, or no finite number (also an ArithmeticError)
     ├── EngineFailed        an engine gave no answer, or one that breaks its promises
+    ├── EnvironmentFailed   an environment or a tool crashed, hung, or is not as recorded
     └── MissingDependency   something that must be installed first (also an ImportError)
 
 Each is also a standard exception, so that callers need not import this module to catch it. A
@@ -30,6 +31,7 @@ __all__ = [
     "Corrupt",
     "Diverged",
     "EngineFailed",
+    "EnvironmentFailed",
     "FencedOff",
     "IdempotencyConflict",
     "IncompatibleFormat",
@@ -104,6 +106,13 @@ class Diverged(LedgerError, ArithmeticError):
 
 class EngineFailed(LedgerError, RuntimeError):
     """A rollout engine gave no answer, or one that breaks its promises. Nothing was recorded."""
+
+
+class EnvironmentFailed(LedgerError, RuntimeError):
+    """An environment, or a tool of it, crashed, hung, or did not answer as it is recorded to have.
+
+    The sample failed, and is in no statistics; it does not have a reward of zero.
+    """
 
 
 class MissingDependency(LedgerError, ImportError):

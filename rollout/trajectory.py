@@ -105,7 +105,11 @@ class Trajectory:
         if not self.pieces:
             return 0
         last = self.pieces[-1]
-        is_open = isinstance(last, Segment) and last.finish_reason != "stop"
+        if isinstance(last, Segment):
+            is_open = last.finish_reason != "stop"
+        else:
+            # What is added behind the prompt, before anything was sampled, ends no turn.
+            is_open = not any(isinstance(piece, Segment) for piece in self.pieces)
         return last.turn if is_open else last.turn + 1
 
     @property
