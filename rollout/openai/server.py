@@ -26,9 +26,10 @@ from rollout.openai.responses import (
 from rollout.openai.session import Session
 from rollout.rewards import checked_reward
 
-__all__ = ["Endpoint"]
+__all__ = ["KEY_PREFIX", "Endpoint"]
 
-_KEY_PREFIX = "sk-"
+KEY_PREFIX = "sk-"
+"""API keys begin so: some clients take no other ones."""
 _BODY_LIMIT_BYTES = 256 << 20
 
 
@@ -136,7 +137,7 @@ class Endpoint:
         if not found:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             if kind.lower() == "bearer" and key:
-                found = key.strip().removeprefix(_KEY_PREFIX)
+                found = key.strip().removeprefix(KEY_PREFIX)
         session = self.sessions.get(found or "")
         if session is None:
             raise no_session(found)
@@ -257,7 +258,7 @@ class Endpoint:
         return web.json_response(
             _shown(self.sessions[name])
             | {
-                "api_key": _KEY_PREFIX + name,
+                "api_key": KEY_PREFIX + name,
                 "base_url": f"{self.url}/sessions/{name}/v1",
                 "prompt": at.text,
                 "metadata": dict(at.metadata),

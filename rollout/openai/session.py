@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.episode import Episode, EpisodeAborted, GenerationCut
-from rollout.openai.asked import Asked, IdsAsked, Known, differing
+from rollout.openai.asked import Asked, Known
+from rollout.openai.branches import Branch, find_place
 from rollout.openai.errors import ApiError
 from rollout.openai.messages import Message
 from rollout.openai.reading import Answer, Reader, Said, Wanted
@@ -36,31 +37,12 @@ _REMEMBERED = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Branch:
-    """One sample of the session."""
-
-    episode: Episode
-    known: list[Known] = field(default_factory=list)
-    """After each answer, in order."""
-    ahead: deque[RecordedTurn] = field(default_factory=deque)
-    """Turns that are recorded and that the agent, started again, has not asked for yet."""
-    busy: bool = False
-    open: bytes | None = None
-    """The identity of a request whose answer was cut or failed: it may come again."""
-    first: int = 0
-    """The first segment of the turn that was begun last."""
-    context: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    """[C] What that turn is sampled from."""
-    drift: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class _Running:
     """A request under way, or answered."""
 
     task: asyncio.Task[Answer] | None = None
     waiting: int = 0
-    branch: _Branch | None = None
+    branch: Branch | None = None
     unwanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when everybody who waited has gone."""
 
@@ -69,23 +51,6 @@ class _Running:
         """Whether it ended without an answer."""
         task = self.task
         return task is not None and task.done() and (task.cancelled() or bool(task.exception()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """Where a request goes on."""
-
-    branch: _Branch | None
-    """None: a sibling is to be begun."""
-    prompt: npt.NDArray[np.int32]
-    """[C] The whole context."""
-    added: npt.NDArray[np.int32]
-    """[n] What the branch lacks of it."""
-    text: str
-    observer: str
-    base: _Branch
-    """The branch it goes on from; the first one where it goes on from none."""
-    drift: int = 0
 
 
 class Session:
@@ -102,11 +67,17 @@ class Session:
         self.over = asyncio.Event()
         """Set by `end`: no request is answered any more."""
         self.reader, self._pinned = reader, dict(pinned or {})
-        self._branches = [_Branch(episode, ahead=deque(recorded_turns(episode.trajectory)))]
+        self._branches = [Branch(episode, ahead=deque(recorded_turns(episode.trajectory)))]
+        for one in _below(episode):
+            at = one.trajectory
+            begun = RecordedTurn(context=at.prompt_tokens, first=0, segments=[], is_last=True)
+            self._branches.append(Branch(one, ahead=deque(recorded_turns(at) or [begun])))
         self._running: dict[tuple[str, bytes], _Running] = {}
         """By name and identity, the newest last."""
         self._tasks: set[asyncio.Task[Answer]] = set()
         self._attached = asyncio.Event()
+        self._held = 0
+        self._moved = asyncio.Event()
 
     @property
     def samples(self) -> Sequence[Episode]:
@@ -123,9 +94,9 @@ class Session:
 
         Requests that wait since then continue.
         """
+        begun = {one.trajectory.index: one for one in _below(episode)}
         for branch in self._branches[1:]:
-            index = branch.episode.trajectory.index
-            found = next((s for s in episode.siblings if s.trajectory.index == index), None)
+            found = begun.get(branch.episode.trajectory.index)
             if found is None:
                 found = Episode(branch.episode.trajectory, episode.services)
                 episode.siblings.append(found)
@@ -139,6 +110,12 @@ class Session:
         if reward is not None:
             self.reward = reward
         self.over.set()
+
+    async def idle(self) -> None:
+        """Wait, after an abort, until no request is at the engine, or being recorded, any more."""
+        while len(self._tasks) > self._held:
+            self._moved.clear()
+            await self._moved.wait()
 
     async def settle(self) -> None:
         """Wait until nothing that was asked is under way any more."""
@@ -189,6 +166,7 @@ class Session:
 
     def _done(self, task: asyncio.Task[Answer]) -> None:
         self._tasks.discard(task)
+        self._moved.set()
         if not task.cancelled():
             task.exception()  # whoever asked may have gone
 
@@ -205,6 +183,8 @@ class Session:
     async def _answer(
         self, asked: Asked, identity: bytes, wanted: Wanted, running: _Running
     ) -> Answer:
+        while self.root.is_aborted:
+            await self._wait_attached(running)
         params, stop = self.reader.params(self.root.services.params, wanted, self._pinned)
         branch = next((b for b in self._branches if not b.busy and b.open == identity), None)
         if branch is None:
@@ -217,16 +197,16 @@ class Session:
         branch.open = None
         return answer
 
-    async def _begin(self, asked: Asked, identity: bytes) -> _Branch:
+    async def _begin(self, asked: Asked, identity: bytes) -> Branch:
         """Find or make the branch that answers, and record what it lacks. It is busy then."""
-        place = self._place(asked)
+        place = find_place(self._branches, asked, self.reader)
         branch = place.branch
         if branch is not None:
             branch.busy = True
         try:
             if branch is None:
                 episode = await place.base.episode.sibling(place.prompt, text=asked.text())
-                branch = _Branch(episode, busy=True)
+                branch = Branch(episode, busy=True)
                 self._branches.append(branch)
             if branch.ahead:
                 branch.first = branch.ahead[0].first
@@ -241,53 +221,9 @@ class Session:
                 branch.busy = False
             raise
 
-    def _place(self, asked: Asked) -> _Place:
-        """Where a request goes on: what is recorded is matched before it is encoded anew."""
-        best: tuple[_Branch, Known] | None = None
-        for branch in self._branches:
-            for known in reversed(branch.known):
-                if asked.continues(known):
-                    if best is None or known.size > best[1].size:
-                        best = branch, known
-                    break
-        if best is not None:
-            branch, known = best
-            added = asked.added(known)
-            if added is not None:
-                whole = np.concatenate([known.tokens(), added.tokens])
-                free = known is branch.known[-1] and self._takes(branch, whole, known.size)
-                drift = 0 if isinstance(asked, IdsAsked) else differing(whole, asked.tokens())
-                return _Place(
-                    branch if free else None,
-                    whole,
-                    added.tokens,
-                    added.text,
-                    asked.observer(known),
-                    branch,
-                    drift,
-                )
-        whole = asked.tokens()
-        root = self._branches[0]
-        prompt = root.episode.trajectory.prompt_tokens
-        n = len(prompt)
-        fits = not root.known and np.array_equal(whole[:n], prompt)
-        if fits and self._takes(root, whole, n):
-            rest = whole[n:]
-            return _Place(root, whole, rest, self.reader.decode(rest), "user", root)
-        return _Place(None, whole, whole[:0], "", "user", root)
-
-    def _takes(self, branch: _Branch, whole: npt.NDArray[np.int32], known: int) -> bool:
-        """Whether the branch can go on with `whole`, of which it has the first `known` ids."""
-        if branch.busy or branch.open is not None:
-            return False
-        if branch.ahead:
-            return bool(np.array_equal(branch.ahead[0].context, whole))
-        at = branch.episode.trajectory
-        return len(at.prompt_tokens) + at.response_length == known
-
     async def _turn(
         self,
-        branch: _Branch,
+        branch: Branch,
         asked: Asked,
         wanted: Wanted,
         params: SamplingParams,
@@ -334,13 +270,18 @@ class Session:
             asyncio.ensure_future(one.wait())
             for one in (self._attached, self.over, running.unwanted)
         ]
+        self._held += 1
+        self._moved.set()
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._held -= 1
             for one in waits:
                 one.cancel()
         if self.over.is_set():
             raise self._is_over()
+        if running.unwanted.is_set():
+            raise GenerationCut
 
     def _read(
         self,
@@ -359,7 +300,7 @@ class Session:
 
     def _told(
         self,
-        branch: _Branch,
+        branch: Branch,
         asked: Asked,
         segments: Sequence[Segment],
         said: Said,
@@ -420,3 +361,11 @@ def _message(said: Said, calls: Sequence[tuple[str, ToolCall]]) -> Message:
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _below(episode: Episode) -> list[Episode]:
+    """Every sample that was begun in an episode, or in one of those."""
+    found: list[Episode] = []
+    for one in episode.siblings:
+        found += [one, *_below(one)]
+    return found

@@ -44,11 +44,22 @@ class Sink:
 class Table:
     """An endpoint with one open session, and what stands behind it."""
 
-    def __init__(self, texts: Sequence[str], *, clock: ManualClock | None = None, **more: Any):
+    def __init__(
+        self,
+        texts: Sequence[str],
+        *,
+        clock: ManualClock | None = None,
+        weight_version: int = 4,
+        **more: Any,
+    ) -> None:
         self.tokenizer = chat_tokenizer()
         self.script, self.sink, self.clock = Texts(texts), Sink(), clock
         self.engine = ScriptedAsyncEngine(
-            self.script, clock=clock, vocab_size=len(self.tokenizer), weight_version=4, **more
+            self.script,
+            clock=clock,
+            vocab_size=len(self.tokenizer),
+            weight_version=weight_version,
+            **more,
         )
         indices = itertools.count(1)
         self.services = EpisodeServices(
