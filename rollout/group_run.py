@@ -8,7 +8,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ledger.errors import EngineFailed, InvalidArgument, LedgerError, explain
+from ledger.errors import (
+    EngineFailed,
+    EnvironmentFailed,
+    InvalidArgument,
+    LedgerError,
+    explain,
+)
 from rollout.buffer import BufferedGroup, BufferedSample
 from rollout.episode import Episode, EpisodeAborted, EpisodeFunction, EpisodeServices
 from rollout.gate import GatedEngine
@@ -142,7 +148,7 @@ class GroupRun:
                     self.failed[at.index] = f"{empty} aborts that nobody asked for"
                     return
                 await self.services.engine.opened()
-            except EngineFailed as error:
+            except (EngineFailed, EnvironmentFailed) as error:
                 self._fail(at.index, error)
                 return
             except InvalidArgument as error:
