@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +25,8 @@ __all__ = [
     "Outcome",
     "TensorTransport",
     "Transport",
+    "close_session",
+    "go_on",
     "label_only",
     "open_session",
     "to_each",
@@ -41,6 +43,10 @@ class Delivery:
     engine: EngineControl
     tp_size: int
     """Its processes; each is given its own handle."""
+    device: str
+    """'cpu' or 'cuda'."""
+    gpus: tuple[int, ...] = ()
+    """Their numbers on its host."""
 
 
 class Transport(Protocol):
@@ -61,6 +67,9 @@ class Transport(Protocol):
         The label comes with the last of the bytes. With `flush` the prefix cache is emptied, which
         an engine refuses while requests are in its batch.
         """
+
+    async def close(self) -> None:
+        """Give back what is held between updates."""
 
 
 async def to_each(
@@ -93,6 +102,12 @@ async def open_session(engine: EngineControl) -> str | None:
         await engine.post("/end_weight_update")
         answer = await engine.post("/begin_weight_update", {"selector": "all"})
     return None if answer.ok else f"/begin_weight_update answered {answer.message}"
+
+
+async def close_session(engine: EngineControl) -> str | None:
+    """End an update."""
+    answer = await engine.post("/end_weight_update")
+    return None if answer.ok else f"/end_weight_update answered {answer.message}"
 
 
 class TensorTransport:
@@ -137,16 +152,15 @@ class TensorTransport:
                 )
                 return None if answer.ok else f"/update_weights_from_tensor: {answer.message}"
 
-            outcomes = await _go_on(deliveries, outcomes, send)
+            outcomes = await go_on(deliveries, outcomes, send)
 
-        async def end(one: Delivery) -> str | None:
-            answer = await one.engine.post("/end_weight_update")
-            return None if answer.ok else f"/end_weight_update: {answer.message}"
+        return await go_on(deliveries, outcomes, lambda one: close_session(one.engine))
 
-        return await _go_on(deliveries, outcomes, end)
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
-async def _go_on(
+async def go_on(
     deliveries: Sequence[Delivery],
     outcomes: Sequence[Outcome],
     send: Callable[[Delivery], Awaitable[str | None]],
@@ -182,9 +196,8 @@ class DiskTransport:
         """See `Transport.send`. Raises StorageFailed where the files cannot be written."""
         if not names:
             return await to_each(deliveries, lambda one: label_only(one.engine, staged))
-        folder = await asyncio.to_thread(self._write, staged, names)
 
-        async def send(one: Delivery) -> str | None:
+        async def send(one: Delivery, folder: Path) -> str | None:
             answer = await one.engine.post(
                 "/update_weights_from_disk",
                 {
@@ -196,11 +209,22 @@ class DiskTransport:
             )
             return None if answer.ok else f"/update_weights_from_disk: {answer.message}"
 
+        async with self.written(staged, names) as folder:
+            return await to_each(deliveries, lambda one: send(one, folder))
+
+    @contextlib.asynccontextmanager
+    async def written(self, staged: StagedVersion, names: Sequence[str]) -> AsyncIterator[Path]:
+        """A folder that holds these tensors, for as long as it is read (or for good, where files
+        are kept). Raises StorageFailed."""
+        folder = await asyncio.to_thread(self._write, staged, names)
         try:
-            return await to_each(deliveries, send)
+            yield folder
         finally:
             if not self._keep_files:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
     def _write(self, staged: StagedVersion, names: Sequence[str]) -> Path:
         """The folder, whole and durable under its name: an engine dies of a file cut short."""

@@ -17,8 +17,10 @@ from typing import Any
 from ledger.errors import Conflict, Diverged, EngineFailed, InvalidArgument, explain
 from ledger.events import WeightsLoaded
 from ledger.weights import TensorRecord
+from rollout.weights.checkpoint_engine import CheckpointEngineTransport, gpus_of
 from rollout.weights.comparison import Compared, Comparison, not_comparable
 from rollout.weights.control import EngineControl, EngineInfo
+from rollout.weights.distributed import DistributedTransport
 from rollout.weights.settings import WeightUpdateSettings
 from rollout.weights.staged import StagedVersion, stage
 from rollout.weights.transports import (
@@ -124,13 +126,14 @@ class WeightUpdater:
             raise
         failed = [turn for turn in turns if turn.problem is not None]
         if failed:
+            address, problem = failed[0].engine.address, failed[0].problem
             put_back = await self._take_back(turns)
             raise Diverged(
                 explain(
                     "updating the weights of engines",
-                    on=f"version {version}, engine {failed[0].engine.address}",
+                    on=f"version {version}, engine {address}",
                     expected="the tensors taken, and the checksums of what was published",
-                    found=failed[0].problem,
+                    found=problem,
                     do=f"{put_back}; nothing of version {version} may be committed",
                 )
             )
@@ -214,7 +217,13 @@ class WeightUpdater:
         return event
 
     async def close(self) -> None:
-        """Forget the versions, and remove the temporary folder. Engines are left as they are."""
+        """Forget the versions, remove the temporary folder, and leave the group of a broadcast.
+
+        Engines go on with what they have.
+        """
+        for transport in self._transports.values():
+            await transport.close()
+        self._transports = {}
         self._served, self._pending, self._turns = None, None, []
         if self._folder is not None:
             self._folder.cleanup()
@@ -302,8 +311,10 @@ class WeightUpdater:
         refused = None
         if name != "disk" and info.dp_size > 1:
             refused = f"dp_size {info.dp_size}: SGLang takes weights of replicas from disk alone"
-        elif name == "tensor" and not engine.local:
-            refused = "an engine of another host: shared memory does not reach it"
+        elif name in ("tensor", "checkpoint_engine") and not engine.local:
+            refused = "an engine of another host: shared memory and IPC do not reach it"
+        elif name == "checkpoint_engine" and info.device == "cpu":
+            refused = "an engine on the CPU: IPC handles are of CUDA memory"
         elif name == "disk" and settings.disk_dir is None and not engine.local:
             refused = "an engine of another host, and no folder that both see"
         if refused is not None:
@@ -325,13 +336,16 @@ class WeightUpdater:
         settings = self._settings
         if name == "tensor":
             return TensorTransport(settings.buffer_size)
+        if name == "distributed":
+            return DistributedTransport(settings.buffer_size, settings.timeout_s)
+        folder = settings.disk_dir
+        if folder is None:
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="weights-")
+            folder = Path(self._folder.name)
+        disk = DiskTransport(folder, settings.buffer_size, keep_files=settings.disk_keep_files)
         if name == "disk":
-            folder = settings.disk_dir
-            if folder is None:
-                self._folder = tempfile.TemporaryDirectory(prefix="weights-")
-                folder = Path(self._folder.name)
-            return DiskTransport(folder, settings.buffer_size, keep_files=settings.disk_keep_files)
-        raise InvalidArgument(f"no transport {name!r}")
+            return disk
+        return CheckpointEngineTransport(disk, settings.timeout_s)
 
     # The barrier
 
@@ -380,7 +394,10 @@ class WeightUpdater:
         # Requests that are paused in place hold their cache, and the engine refuses to empty it.
         flush = self._settings.pause_mode != "in_place"
         outcomes = await transport.send(
-            [Delivery(turn.engine, turn.info.tp_size) for turn in turns],
+            [
+                Delivery(turn.engine, turn.info.tp_size, turn.info.device, gpus_of(turn.info))
+                for turn in turns
+            ],
             staged,
             names,
             flush=flush,
