@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ledger.errors import InvalidArgument, explain
 
@@ -35,6 +37,19 @@ class WeightUpdateSettings:
     """Keep the folders of versions that every engine has acknowledged."""
     timeout_s: float = 1800.0
     """For one request to an engine; after it the engine is taken for dead."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> WeightUpdateSettings:
+        """From the options of the command line, by name. Raises InvalidArgument."""
+        transport, folder = values["update_weight_transport"], values["update_weight_disk_dir"]
+        return cls(
+            transport="distributed" if transport == "nccl" else transport,
+            mode=values["update_weight_mode"],
+            buffer_size=values["update_weight_buffer_size"],
+            pause_mode=values["pause_generation_mode"],
+            disk_dir=None if folder is None else Path(folder).absolute(),
+            disk_keep_files=values["update_weight_disk_keep_files"],
+        )
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -1,0 +1,63 @@
+"""Options of weight updates: how engines of their own processes get what the trainer publishes."""
+
+from __future__ import annotations
+
+from trainer.options.option import COUNT, Option, place
+
+__all__ = ["OPTIONS"]
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "update_weight_transport",
+        "rollout",
+        str,
+        "auto",
+        "way of the weights to SGLang engines: 'disk', 'tensor' (shared memory of one host), "
+        "'distributed' (a broadcast; slime's 'nccl'), 'checkpoint_engine' (CUDA IPC); 'auto': "
+        "'tensor' for an engine on this host, 'disk' where a folder is named, else 'distributed'",
+        content=False,
+        choices=("auto", "disk", "tensor", "distributed", "nccl", "checkpoint_engine"),
+    ),
+    Option(
+        "update_weight_mode",
+        "rollout",
+        str,
+        "full",
+        "send all tensors ('full'), or those that are not the bits that the engine has ('delta')",
+        content=False,
+        choices=("full", "delta"),
+    ),
+    place(
+        "update_weight_buffer_size",
+        "rollout",
+        int,
+        512 << 20,
+        "bytes of weights in one request to an engine, or in one file",
+        within=COUNT,
+    ),
+    place(
+        "update_weight_disk_dir",
+        "rollout",
+        str,
+        None,
+        "folder that weights are written to for engines, which see it under the same path; "
+        "default: a temporary one, for engines on this host",
+    ),
+    place(
+        "update_weight_disk_keep_files",
+        "rollout",
+        bool,
+        False,
+        "keep what was written for the engines",
+    ),
+    Option(
+        "pause_generation_mode",
+        "rollout",
+        str,
+        "retract",
+        "running requests at a weight update: go on later with a cache that the new weights "
+        "compute again ('retract'), end with what was sampled ('abort'), or go on with the cache "
+        "of the old weights ('in_place')",
+        choices=("retract", "abort", "in_place"),
+    ),
+)
