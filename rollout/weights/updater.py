@@ -7,55 +7,24 @@ Nothing here decides that a version is real: that is the event's.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ledger.errors import Conflict, Diverged, EngineFailed, InvalidArgument, explain
 from ledger.events import WeightsLoaded
+from ledger.fields import Event
 from ledger.weights import TensorRecord
-from rollout.weights.checkpoint_engine import CheckpointEngineTransport, gpus_of
-from rollout.weights.comparison import Compared, Comparison, not_comparable
+from rollout.weights.checkpoint_engine import gpus_of
+from rollout.weights.choice import TransportChoice
+from rollout.weights.comparison import Comparison, not_comparable
 from rollout.weights.control import EngineControl, EngineInfo
-from rollout.weights.distributed import DistributedTransport
 from rollout.weights.settings import WeightUpdateSettings
 from rollout.weights.staged import StagedVersion, stage
-from rollout.weights.transports import (
-    Delivery,
-    DiskTransport,
-    TensorTransport,
-    Transport,
-)
+from rollout.weights.transports import Delivery, Transport
+from rollout.weights.turn import Turn
 
 __all__ = ["WeightUpdater"]
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """One engine on its way from one version to the next."""
-
-    engine: EngineControl
-    info: EngineInfo
-    transport: Transport
-    names: list[str]
-    base_version: int | None
-    before: dict[tuple[int, str], str] = field(default_factory=dict)
-    """At first contact: its checksums, by which it is known again when it is put back."""
-    touched: bool = False
-    problem: str | None = None
-    gone: EngineFailed | None = None
-    compared: Compared | None = None
-    flushed: bool = False
-    pause_s: float = 0.0
-    transfer_s: float = 0.0
-    check_s: float = 0.0
-
-    @property
-    def well(self) -> bool:
-        return self.problem is None and self.gone is None
 
 
 class WeightUpdater:
@@ -69,13 +38,15 @@ class WeightUpdater:
         """`config`: the model's config.json, by which parameters are told apart."""
         self._settings = settings
         self._comparison = Comparison(config)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._transports: dict[str, Transport] = {}
+        self._choice = TransportChoice(settings)
         self._served: StagedVersion | None = None
         self._pending: StagedVersion | None = None
-        self._turns: list[_Turn] = []
+        self._turns: list[Turn] = []
         self._infos: dict[str, EngineInfo] = {}
         self._acknowledged: dict[str, int] = {}
+        self.record: Callable[[Sequence[Event]], Awaitable[Any]] | None = None
+        """Stores `weights_loaded` events durably, such as `EventSink.append`: awaited before an
+        engine gets traffic under a version. None: nobody keeps them."""
         self.unusable: dict[str, str] = {}
         """Address → why: engines that must not get traffic until `restore` has brought them a
         version again. They are paused, or gone."""
@@ -86,7 +57,7 @@ class WeightUpdater:
         return None if self._served is None else self._served.version
 
     def stage(self, version: int, named: Iterable[tuple[str, Any]]) -> StagedVersion:
-        """Copy a version to this side; for `update`. To be called where tensors can be taken.
+        """Copy a version to this side; for `update`, which else does so in a thread of its own.
 
         Raises InvalidArgument where it is not the same model as the version that is served.
         """
@@ -114,9 +85,13 @@ class WeightUpdater:
             EngineFailed: no engine is left.
             StorageFailed: as Diverged, where this host has no room for the transfer.
         """
-        staged = named if isinstance(named, StagedVersion) else self.stage(version, named)
+        staged = named
+        if not isinstance(staged, StagedVersion):
+            staged = await asyncio.to_thread(self.stage, version, staged)
         if staged.version != version:
             raise ValueError(f"version {staged.version} was staged, {version} is to be loaded")
+        for turn in self._turns:  # of an update that nobody released
+            self._forget(turn.engine)
         self._pending, self._turns = None, []
         turns = await self._prepare(engines, staged)
         try:
@@ -144,15 +119,19 @@ class WeightUpdater:
         return list(staged.records.values())
 
     def loaded(self) -> list[WeightsLoaded]:
-        """The events of the update that waits for `release`: to be stored before it."""
+        """The events of the update that waits for `release`, which stores them."""
         if self._pending is None:
             return []
-        return [self._event(turn, self._pending, "published") for turn in self._turns]
+        return [
+            turn.event(self._pending, self._settings.pause_mode, "published")
+            for turn in self._turns
+        ]
 
     async def release(self, version: int) -> None:
-        """Let the engines serve `version`, which was committed.
+        """Let the engines serve `version`, which was committed; first `record` it.
 
-        Raises Conflict where another version, or none, was brought to them.
+        Raises Conflict where another version, or none, was brought to them; and what `record`
+        raises, and then they stay paused.
         """
         pending = self._pending
         if pending is None or pending.version != version:
@@ -165,6 +144,8 @@ class WeightUpdater:
                     do="call update_weights with that version first",
                 )
             )
+        if self.record is not None:
+            await self.record(self.loaded())
         for turn in self._turns:
             self._acknowledged[turn.engine.address] = version
             self.unusable.pop(turn.engine.address, None)
@@ -210,7 +191,9 @@ class WeightUpdater:
         if self._pending is not None:
             self._turns.append(turn)
             return None
-        event = self._event(turn, staged, "restored")
+        event = turn.event(staged, self._settings.pause_mode, "restored")
+        if self.record is not None:
+            await self.record([event])
         self._acknowledged[engine.address] = staged.version
         self.unusable.pop(engine.address, None)
         await self._continue([engine])
@@ -221,23 +204,16 @@ class WeightUpdater:
 
         Engines go on with what they have.
         """
-        for transport in self._transports.values():
-            await transport.close()
-        self._transports = {}
         self._served, self._pending, self._turns = None, None, []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        await self._choice.close()
 
     # Before anything is touched
 
-    async def _prepare(
-        self, engines: Sequence[EngineControl], staged: StagedVersion
-    ) -> list[_Turn]:
+    async def _prepare(self, engines: Sequence[EngineControl], staged: StagedVersion) -> list[Turn]:
         found = await asyncio.gather(
             *(self._look_at(engine, staged) for engine in engines), return_exceptions=True
         )
-        turns: list[_Turn] = []
+        turns: list[Turn] = []
         gone: EngineFailed | None = None
         for engine, one in zip(engines, found, strict=True):
             if isinstance(one, EngineFailed):
@@ -252,7 +228,7 @@ class WeightUpdater:
             raise gone or InvalidArgument(explain("updating the weights of no engine"))
         return turns
 
-    async def _look_at(self, engine: EngineControl, staged: StagedVersion) -> _Turn:
+    async def _look_at(self, engine: EngineControl, staged: StagedVersion) -> Turn:
         """What there is to do for an engine. Raises as `update`."""
         address = engine.address
         acknowledged = self._acknowledged.get(address)
@@ -261,7 +237,7 @@ class WeightUpdater:
             label = info.weight_version
         else:
             info, label = self._infos[address], await engine.weight_version()
-        transport = self._transport(engine, info)
+        transport = self._choice.of(engine, info)
         names, base = sorted(staged.tensors), None
         if self._settings.mode == "delta" and acknowledged is not None:
             served = self._served
@@ -277,7 +253,7 @@ class WeightUpdater:
                     )
                 )
             names, base = staged.changed_from(served), served.version
-        turn = _Turn(engine, info, transport, names, base)
+        turn = Turn(engine, info, transport, names, base)
         if acknowledged is None:
             ranks, _ = await engine.checksums()
             turn.before = {
@@ -299,57 +275,9 @@ class WeightUpdater:
                 )
         return turn
 
-    def _transport(self, engine: EngineControl, info: EngineInfo) -> Transport:
-        """Raises InvalidArgument where the one that was asked for cannot reach this engine."""
-        settings = self._settings
-        name = settings.transport
-        if name == "auto":
-            by_disk = settings.disk_dir is not None or (engine.local and info.dp_size > 1)
-            name = "tensor" if engine.local and info.dp_size == 1 else "disk"
-            if not engine.local and not by_disk:
-                name = "distributed"
-        refused = None
-        if name != "disk" and info.dp_size > 1:
-            refused = f"dp_size {info.dp_size}: SGLang takes weights of replicas from disk alone"
-        elif name in ("tensor", "checkpoint_engine") and not engine.local:
-            refused = "an engine of another host: shared memory and IPC do not reach it"
-        elif name == "checkpoint_engine" and info.device == "cpu":
-            refused = "an engine on the CPU: IPC handles are of CUDA memory"
-        elif name == "disk" and settings.disk_dir is None and not engine.local:
-            refused = "an engine of another host, and no folder that both see"
-        if refused is not None:
-            raise InvalidArgument(
-                explain(
-                    f"bringing weights to an engine by {name!r}",
-                    on=engine.address,
-                    expected="a way that reaches it",
-                    found=refused,
-                    do="name another --update-weight-transport, or a folder that both see with "
-                    "--update-weight-disk-dir",
-                )
-            )
-        if name not in self._transports:
-            self._transports[name] = self._make(name)
-        return self._transports[name]
-
-    def _make(self, name: str) -> Transport:
-        settings = self._settings
-        if name == "tensor":
-            return TensorTransport(settings.buffer_size)
-        if name == "distributed":
-            return DistributedTransport(settings.buffer_size, settings.timeout_s)
-        folder = settings.disk_dir
-        if folder is None:
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="weights-")
-            folder = Path(self._folder.name)
-        disk = DiskTransport(folder, settings.buffer_size, keep_files=settings.disk_keep_files)
-        if name == "disk":
-            return disk
-        return CheckpointEngineTransport(disk, settings.timeout_s)
-
     # The barrier
 
-    async def _bring(self, turns: Sequence[_Turn], staged: StagedVersion) -> None:
+    async def _bring(self, turns: Sequence[Turn], staged: StagedVersion) -> None:
         """Pause, transfer, compare: what went wrong with an engine is in its turn."""
         await self._each(turns, self._pause)
         for transport in {id(turn.transport): turn.transport for turn in turns}.values():
@@ -366,8 +294,8 @@ class WeightUpdater:
             if turn.gone is not None:
                 self._give_up(turn)
 
-    async def _each(self, turns: Sequence[_Turn], do: Any) -> None:
-        async def one(turn: _Turn) -> None:
+    async def _each(self, turns: Sequence[Turn], do: Any) -> None:
+        async def one(turn: Turn) -> None:
             try:
                 await do(turn)
             except EngineFailed as error:
@@ -375,7 +303,7 @@ class WeightUpdater:
 
         await asyncio.gather(*(one(turn) for turn in turns if turn.well))
 
-    async def _pause(self, turn: _Turn) -> None:
+    async def _pause(self, turn: Turn) -> None:
         began = time.perf_counter()
         turn.touched = True
         answer = await turn.engine.pause(self._settings.pause_mode)
@@ -385,7 +313,7 @@ class WeightUpdater:
 
     async def _send(
         self,
-        turns: Sequence[_Turn],
+        turns: Sequence[Turn],
         transport: Transport,
         names: Sequence[str],
         staged: StagedVersion,
@@ -410,7 +338,7 @@ class WeightUpdater:
             else:
                 turn.problem = outcome
 
-    async def _compare(self, turn: _Turn, staged: StagedVersion) -> None:
+    async def _compare(self, turn: Turn, staged: StagedVersion) -> None:
         began = time.perf_counter()
         if not turn.flushed:
             turn.flushed = (await turn.engine.post("/flush_cache")).ok
@@ -423,7 +351,7 @@ class WeightUpdater:
 
     # After a failure
 
-    async def _take_back(self, turns: Sequence[_Turn]) -> str:
+    async def _take_back(self, turns: Sequence[Turn]) -> str:
         """Give every engine what it had, and let it serve; says how that went."""
         touched = [turn for turn in turns if turn.touched and turn.gone is None]
         for turn in touched:
@@ -432,7 +360,7 @@ class WeightUpdater:
             await self._each_again(touched, self._reload)
         else:
             back = [
-                _Turn(turn.engine, turn.info, turn.transport, sorted(self._served.tensors), None)
+                Turn(turn.engine, turn.info, turn.transport, sorted(self._served.tensors), None)
                 for turn in touched
             ]
             await self._bring(back, self._served)
@@ -450,12 +378,12 @@ class WeightUpdater:
         said = f"{len(well)} engines serve what they had"
         return f"{said}; not usable until started again: {', '.join(lost)}" if lost else said
 
-    async def _each_again(self, turns: Sequence[_Turn], do: Any) -> None:
+    async def _each_again(self, turns: Sequence[Turn], do: Any) -> None:
         for turn in turns:
             turn.problem = None
         await self._each(turns, do)
 
-    async def _reload(self, turn: _Turn) -> None:
+    async def _reload(self, turn: Turn) -> None:
         """The weights an engine had when this process first saw it, from where it had read them."""
         await turn.engine.post("/end_weight_update")  # says no where none is open
         answer = await turn.engine.post(
@@ -489,35 +417,13 @@ class WeightUpdater:
 
         await asyncio.gather(*(one(engine) for engine in engines))
 
-    def _give_up(self, turn: _Turn) -> None:
+    def _give_up(self, turn: Turn) -> None:
         self._forget(turn.engine)
         self.unusable[turn.engine.address] = str(turn.gone or turn.problem)
 
     def _forget(self, engine: EngineControl) -> None:
         self._acknowledged.pop(engine.address, None)
         self._infos.pop(engine.address, None)
-
-    def _event(self, turn: _Turn, staged: StagedVersion, reason: str) -> WeightsLoaded:
-        if turn.compared is None:
-            raise RuntimeError(f"{turn.engine.address} was not compared")
-        return WeightsLoaded(
-            weight_version=staged.version,
-            engine=turn.engine.name,
-            engine_address=turn.engine.address,
-            transport=turn.transport.name,
-            base_version=turn.base_version,
-            pause_mode=self._settings.pause_mode,
-            sent_tensors=len(turn.names),
-            sent_bytes=staged.size_bytes(turn.names),
-            root=staged.root,
-            compared=turn.compared.words,
-            engine_checksum=turn.compared.engine_checksum,
-            pause_time_s=turn.pause_s,
-            transfer_time_s=turn.transfer_s,
-            check_time_s=turn.check_s,
-            reason=reason,
-            cache_flushed=turn.flushed,
-        )
 
 
 def _first(names: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ledger.errors import Conflict, Diverged, EngineFailed, InvalidArgument
+from ledger.errors import Conflict, Diverged, EngineFailed, FencedOff, InvalidArgument
+from ledger.fields import Event
 from ledger.weights import weights_root
 from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings
 from tests.rollout.weights.engine import CONFIG, WeightEngine, tiny_weights
@@ -285,6 +286,50 @@ def test_what_a_killed_process_left_half_done_is_put_right_by_the_next() -> None
         assert pool.serve(OLD, "1") == [True]
 
     run(test, transport="tensor")
+
+
+def test_an_update_that_nobody_released_is_followed_by_another() -> None:
+    async def test(pool: Pool) -> None:
+        await pool.have(1, OLD)
+        await pool.updater.update(pool.controls, 2, NEW.items())
+        changed = {**OLD, NORM: NEW[NORM]}
+        await pool.updater.update(pool.controls, 3, changed.items())
+        [event] = pool.updater.loaded()
+        assert event.base_version is None
+        with pytest.raises(Conflict, match="brought last"):
+            await pool.updater.release(2)
+        await pool.updater.release(3)
+        assert pool.serve(changed, "3") == [True]
+
+    run(test, transport="tensor", mode="delta")
+
+
+def test_what_was_loaded_is_on_record_before_it_is_served() -> None:
+    async def test(pool: Pool) -> None:
+        recorded: list[Event] = []
+
+        async def record(events: Sequence[Event]) -> None:
+            paused = {engine.address for engine in pool.engines if engine.paused}
+            assert {event.engine_address for event in events} == paused  # type: ignore[attr-defined]
+            recorded.extend(events)
+
+        pool.updater.record = record
+        await pool.have(1, OLD)
+        assert len(recorded) == 2
+        pool.engines[0].start_again()
+        event = await pool.updater.restore(pool.controls[0])
+        assert recorded[2:] == [event]
+
+        async def refuse(events: Sequence[Event]) -> None:
+            raise FencedOff("a newer process writes")
+
+        pool.updater.record = refuse
+        await pool.updater.update(pool.controls, 2, NEW.items())
+        with pytest.raises(FencedOff):
+            await pool.updater.release(2)
+        assert [engine.paused for engine in pool.engines] == [True, True]
+
+    run(test, engines=2, transport="tensor")
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_touched() -> None:
