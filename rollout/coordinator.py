@@ -97,6 +97,7 @@ class Coordinator:
                 run_seed=settings.run_seed,
                 source=source.name,
                 take_index=self.buffer.take_index,
+                adopt=self.buffer.adopt,
             ),
             engine=self.engine,
             sink=self.sink,
@@ -348,17 +349,18 @@ class Coordinator:
         staleness: int | None = None,
     ) -> list[SampleDecided]:
         events = []
-        for index, sample in run.group.samples.items():
-            if index == run.baseline and decision != "recycled":
-                events.append(
-                    decided(
-                        sample.trajectory, self._step, "surplus", "baseline", "advantage_estimator"
-                    )
-                )
+        for sample in run.group.samples.values():
+            at = sample.trajectory
+            if at.rollout_id == run.baseline and decision != "recycled":
+                events.append(decided(at, self._step, "surplus", "baseline", "advantage_estimator"))
+                continue
+            if at.parent_index is not None and not at.sampled_tokens and decision == "kept":
+                nothing = "a sibling of which nothing was sampled"
+                events.append(decided(at, self._step, "aborted", nothing, "sampled_tokens"))
                 continue
             events.append(
                 decided(
-                    sample.trajectory,
+                    at,
                     self._step,
                     decision,
                     reason,

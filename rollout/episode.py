@@ -69,6 +69,8 @@ class EpisodeServices:
     """Name of the prompt source, for siblings."""
     take_index: Callable[[], int]
     """A number for one more sample of the run, given once."""
+    adopt: Callable[[Trajectory], None] = lambda trajectory: None
+    """Told of the trajectory of each sibling that is begun."""
 
 
 class Episode:
@@ -79,7 +81,9 @@ class Episode:
         self.trajectory = trajectory
         self.services = services
         self.siblings: list[Episode] = []
-        """Samples of the same execution that this one began."""
+        """Samples of the same execution that this one began, in order."""
+        self._given: set[int] = set()
+        """Siblings that this run of the driver has begun."""
         self.reward: Reward | None = None
         """What the driver itself says of the execution; None: the reward function is asked."""
         self._aborted = asyncio.Event()
@@ -286,12 +290,28 @@ class Episode:
         *,
         text: str = "",
         metadata: Mapping[str, Any] | None = None,
+        once: bool = False,
     ) -> Episode:
         """Begin another sample of the same execution, with [P] prompt tokens of its own.
 
         For a sub-agent, or a context that was compacted. It shares the rollout's reward, and counts
         with this sample as one rollout.
+
+        `once` is for drivers that do everything again where an episode goes on after a cut: the
+        first recorded sibling with the same tokens that this run has not been given is given, with
+        the pieces that it has.
+
+        Raises:
+            EpisodeAborted: this sample was told to stop.
         """
+        if once:
+            for one in self.siblings:
+                is_given = one.trajectory.index in self._given
+                if not is_given and np.array_equal(one.trajectory.prompt_tokens, tokens):
+                    self._given.add(one.trajectory.index)
+                    return one
+        if self.is_aborted:
+            raise EpisodeAborted
         at, services = self.trajectory, self.services
         index = services.take_index()
         kept = dict(at.metadata if metadata is None else metadata)
@@ -329,8 +349,17 @@ class Episode:
             ),
             services,
         )
+        self._given.add(index)
         self.siblings.append(made)
+        services.adopt(made.trajectory)
+        if self.is_aborted:
+            await made.abort()
         return made
+
+    @property
+    def unbegun(self) -> Sequence[Episode]:
+        """Recorded siblings that this run of the driver has not begun (with `once`)."""
+        return [one for one in self.siblings if one.trajectory.index not in self._given]
 
     def response_text(self, tokens: npt.NDArray[np.int32], finish_reason: str) -> str:
         """Sampled [n] tokens as text, without the stop token that ended them."""

@@ -170,9 +170,12 @@ class GroupRun:
         shared = self.services.episodes
         if self._is_baseline(at.index):
             shared = replace(shared, params=self.services.greedy)
+        return self._with_siblings(at, shared)
+
+    def _with_siblings(self, at: Trajectory, shared: EpisodeServices) -> Episode:
         episode = Episode(at, shared)
         episode.siblings = [
-            Episode(one.trajectory, shared)
+            self._with_siblings(one.trajectory, shared)
             for one in self.group.samples.values()
             if one.trajectory.parent_index == at.index
         ]

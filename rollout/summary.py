@@ -22,6 +22,7 @@ def read_summary(reader: Reader, rollout_step: int) -> RolloutSummary:
     """The samples that a rollout step decided: kept, dropped, or put back.
 
     Samples without a score have the raw reward NaN, and are in no mean; nor are greedy baselines.
+    Siblings share the reward of their rollout, which is counted once.
     """
     decisions = _last(reader, rollout_step)
     order = np.lexsort((decisions["index"].to_numpy(), decisions["group_index"].to_numpy()))
@@ -30,7 +31,9 @@ def read_summary(reader: Reader, rollout_step: int) -> RolloutSummary:
     said = decisions["decision"].to_pylist()
     rewards = _rewards(reader, indices)
     baseline = np.array([one == "baseline" for one in decisions["reason"].to_pylist()], bool)
-    counted = ~np.isnan(rewards) & ~baseline
+    first = np.zeros(len(indices), bool)
+    first[np.unique(decisions["rollout_id"].to_numpy(), return_index=True)[1]] = True
+    counted = ~np.isnan(rewards) & ~baseline & first
     tokens, seconds = _generated(reader, indices)
     return RolloutSummary(
         rollout_step=rollout_step,
@@ -46,7 +49,7 @@ def read_summary(reader: Reader, rollout_step: int) -> RolloutSummary:
 
 def _last(reader: Reader, rollout_step: int) -> pa.Table:
     """The last decision of the step on each sample."""
-    columns = ["index", "group_index", "rollout_step", "decision", "reason"]
+    columns = ["index", "group_index", "rollout_id", "rollout_step", "decision", "reason"]
     table = reader.table(
         "sample_decided", columns, where={"rollout_step": (rollout_step, rollout_step)}
     )
