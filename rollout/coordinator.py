@@ -358,6 +358,11 @@ class Coordinator:
                 nothing = "a sibling of which nothing was sampled"
                 events.append(decided(at, self._step, "aborted", nothing, "sampled_tokens"))
                 continue
+            if decision == "kept" and not sample.trajectory.sampled_tokens:
+                # Its agent asked in its own words: what is trained on are the siblings.
+                at = sample.trajectory
+                events.append(decided(at, self._step, "surplus", "nothing was sampled", "episode"))
+                continue
             events.append(
                 decided(
                     at,

@@ -236,6 +236,14 @@ class GroupRun:
         episode = self._episodes.get(at.index)
         if episode is not None and episode.reward is not None:
             return episode.reward, _Driver(getattr(self.services.drive, "__name__", "episode"))
+        # Of an execution whose first sample says nothing (its agent asked in its own words), what
+        # is judged is the first one that does.
+        spoken = (
+            one.trajectory
+            for one in self.group.samples.values()
+            if one.trajectory.rollout_id == at.rollout_id and one.trajectory.sampled_tokens
+        )
+        at = next(spoken, at)
         loop = asyncio.get_running_loop()
         ask: Callable[[ScoredSample], Reward] = self.services.reward
         answer: Awaitable[Reward] = loop.run_in_executor(

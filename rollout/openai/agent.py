@@ -133,6 +133,8 @@ class ExternalAgent:
             aborted.cancel()
         await self._end(at.index)
         reward = hosted.task.result()
+        if not any(one.trajectory.sampled_tokens for one in hosted.session.samples):
+            raise AgentFailed("the agent ended without having asked for anything")
         if reward is not None:
             episode.reward = reward
 

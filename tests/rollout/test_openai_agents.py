@@ -14,15 +14,20 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from ledger import open_ledger
+from ledger import Ledger, open_ledger
 from ledger.check import check_ledger
 from ledger.errors import InvalidArgument
 from ledger.events import ObservationAppended, PromptIssued, SegmentGenerated
 from ledger.fields import Event
+from rollout.coordinator import Coordinator
 from rollout.engines.scripted_async import ManualClock
 from rollout.episode import Episode, EpisodeAborted
 from rollout.openai.agent import AgentFailed, AgentTask, ExternalAgent
+from rollout.rewards import create_reward
+from rollout.settings import RolloutSettings
+from rollout.shapes import RolloutShape
 from rollout.sink import EventSink
+from rollout.tasks import create_source
 from rollout.trajectory import Observation, Segment, Trajectory
 from tests.bench.episodes import version
 from tests.rollout.test_openai import Table, say, user
@@ -324,3 +329,51 @@ def _issued(at: Trajectory) -> PromptIssued:
         source_row=0,
         data_cursor=1,
     )
+
+
+async def in_their_own_words(given: AgentTask) -> float:
+    """Asks what the prompt does not say."""
+    await ask(given, f"Please: {given.prompt}")
+    return float(given.session[-1] in "02468")
+
+
+def test_agents_fill_a_rollout_step_and_what_they_asked_is_kept(tmp_path: Path) -> None:
+    async def main(ledger: Ledger, writer: Any) -> None:
+        table = Table(["abc"] * 4, weight_version=0)
+        await table.endpoint.start()
+        agent = ExternalAgent(table.endpoint, function_path=f"{HERE}:in_their_own_words")
+        coordinator = Coordinator(
+            ledger,
+            "r",
+            "main",
+            writer,
+            table.engine,
+            create_source("addition", seed=3),
+            create_reward("exact_line"),
+            table.tokenizer,
+            RolloutSettings(
+                run_seed=1,
+                rollout_batch_size=2,
+                n_samples_per_prompt=2,
+                rollout_max_response_len=40,
+                rollout_stop_token_ids=(table.tokenizer.eos_token_id,),
+            ),
+            RolloutShape(),
+            drive=agent,
+        )
+        summary = await coordinator.rollout(0, 0)
+        assert summary.counts == {"kept": 4, "surplus": 4}
+        assert sorted(summary.raw_rewards.tolist()) == [0.0] * 4 + [1.0] * 4
+        await coordinator.close()
+        await agent.close()
+        await table.endpoint.close()
+
+    with open_ledger(tmp_path / "ledger", create=True) as ledger:
+        ledger.create_run("r")
+        with ledger.writer("r", producer="rollout") as writer:
+            writer.append([version(0, None)])
+            asyncio.run(main(ledger, writer))
+        reader = ledger.reader("r")
+        said = reader.table("sample_decided", ["decision", "reason"])
+        assert set(said["reason"].to_pylist()) == {"", "nothing was sampled"}
+        assert not check_ledger(reader).findings
