@@ -9,7 +9,7 @@ from typing import Any
 from ledger.encode import events_of
 from ledger.environment import describe_environment
 from ledger.errors import InvalidArgument, explain
-from ledger.events import BranchForked, RunStarted
+from ledger.events import BranchForked, RunStarted, TrainingStarted
 from ledger.store import Ledger
 
 __all__ = ["differences", "recorded_ranks", "recorded_surroundings"]
@@ -23,7 +23,8 @@ def recorded_surroundings(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings that a branch began with, and the environment that the run began in.
 
-    The settings are those of its branch_forked event; of run_started for the run's first branch.
+    The settings are those of its branch_forked event; of run_started for the run's first branch, or
+    of the trainer that took the run up where rollouts had begun it alone.
 
     Raises:
         NotFound: no such run or branch.
@@ -41,11 +42,13 @@ def recorded_surroundings(
                 do="only runs recorded by ledger-train can be run again",
             )
         )
-    settings = started[0].settings
+    settings, environment = started[0].settings, started[0].environment
+    for taken_up in events_of(reader.table("training_started"), TrainingStarted):
+        settings, environment = taken_up.settings, taken_up.environment
     for fork in events_of(reader.table("branch_forked"), BranchForked):
         if fork.branch == branch:
             settings = fork.settings
-    return json.loads(settings), json.loads(started[0].environment)
+    return json.loads(settings), json.loads(environment)
 
 
 def recorded_ranks(settings: Mapping[str, Any]) -> int:

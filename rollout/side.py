@@ -137,10 +137,22 @@ class LocalRolloutSide:
             progress,
         )
 
+    transport = "memory"
+    evaluates = True
+
     @property
     def name(self) -> str:
         """Of the engine."""
         return self._engine.name
+
+    @property
+    def acknowledged_by(self) -> list[str]:
+        """The engine, whose own checksums `load_weights` returns."""
+        return [self._engine.name]
+
+    def location(self, version: int) -> None:
+        """Nowhere: the engine has a copy in its memory."""
+        return
 
     def rollout(self, rollout_step: int) -> RolloutSummary:
         """As `RolloutWorker.rollout`; after `attach`."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ledger.canonical import canonical_json
 from ledger.encode import events_of
 from ledger.errors import AlreadyExists, InvalidArgument, NotFound, explain
-from ledger.events import BranchForked, RunStarted
+from ledger.events import BranchForked, RunStarted, TrainingStarted
 from ledger.redact import redact
 from ledger.store import Ledger
 from trainer.history import History, read_history
@@ -35,6 +35,9 @@ _OF_ROLLOUTS = {o.name for o in OPTIONS if o.content and o.group in ("rollout", 
     "n_eval_prompts"
 } | {"global_batch_size", "num_steps_per_rollout"}
 """What recorded trajectories were made with."""
+
+_SAMPLED_WITH = _OF_ROLLOUTS - {"global_batch_size", "num_steps_per_rollout"}
+"""What a run that has no trainer yet has begun with: how it will be trained is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Standing:
     """What the command line said."""
     limit: int | None
     """--num-rollout, where it was given: with recorded data there is an end without it."""
+    takes_up: bool = False
+    """Whether rollouts began the run without a trainer, and this process is its first one."""
 
     @property
     def settings_json(self) -> str:
@@ -138,6 +143,12 @@ def _resume(ledger: Ledger, run_id: str, branch: str, said: Mapping[str, Any]) -
                 "new one, fork a branch: --from-version K --data fresh --prompt-data PATH",
             )
         )
+    history = read_history(ledger, run_id)
+    takes_up = not history.checkpoints
+    if takes_up and not different.keys() & _SAMPLED_WITH:
+        # Nobody has trained yet, so how is still open.
+        recorded = _with_derived({**recorded, **different}, given)
+        different = {}
     if different:
         raise InvalidArgument(
             explain(
@@ -150,7 +161,6 @@ def _resume(ledger: Ledger, run_id: str, branch: str, said: Mapping[str, Any]) -
                 "--run-id",
             )
         )
-    history = read_history(ledger, run_id)
     return Standing(
         kind="resume",
         run_id=run_id,
@@ -163,6 +173,7 @@ def _resume(ledger: Ledger, run_id: str, branch: str, said: Mapping[str, Any]) -
         changed={},
         explicit=said,
         limit=explicit.get("num_rollout"),
+        takes_up=takes_up,
     )
 
 
@@ -191,6 +202,16 @@ def _fork(ledger: Ledger, said: Mapping[str, Any]) -> Standing:
     }
     name = explicit.get("branch") or _branch_name(version, said)
     history = read_history(ledger, run_id)
+    if not history.checkpoints:
+        raise NotFound(
+            explain(
+                "forking a branch",
+                on=f"run {run_id!r}",
+                expected="a run that is trained",
+                found="rollouts only, begun by ledger-rollout",
+                do="start ledger-train on the run itself first: its first trainer may choose how",
+            )
+        )
     standing = Standing(
         kind="new branch",
         run_id=run_id,
@@ -241,6 +262,8 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
     reader = ledger.reader(run_id, branch=branch)
     (started,) = events_of(reader.table("run_started"), RunStarted)
     settings, places = started.settings, json.loads(started.places)
+    for taken_up in events_of(reader.table("training_started"), TrainingStarted):
+        settings, places = taken_up.settings, places | json.loads(taken_up.places)
     forks = events_of(reader.table("branch_forked"), BranchForked)
     forked = [fork for fork in forks if fork.branch == branch]
     if forked:
@@ -255,6 +278,8 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
         "eval_interval",
         "launcher",
         "prompt_data",
+        "rollout_by",
+        "update_weight_disk_dir",
         *_MODEL_FOLDERS,
     )
     kept = {name: places[name] for name in carried if places.get(name) is not None}

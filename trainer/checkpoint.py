@@ -61,6 +61,7 @@ from trainer.ranks import by_all, by_writer, data_parallel_size, is_writer
 from trainer.settings import OptimizerSettings, ParallelSettings
 from trainer.state import TrainState
 from trainer.weights import import_weights, write_safetensors
+from trainer.weights.files import copy_model_files
 from trainer.weights.handles import open_files
 
 __all__ = [
@@ -77,19 +78,6 @@ __all__ = [
 
 CRITIC_FOLDER = "critic"
 """Folder of the critic's files within a checkpoint."""
-
-_COPIED = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-"""Files of the model folder that go along as they are, where they exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +194,7 @@ class PendingCheckpoint:
         if not (work / "config.json").exists():
             text = json.dumps(self.config, indent=2, sort_keys=True, ensure_ascii=False)
             (work / "config.json").write_text(text + "\n", encoding="utf-8")
-        for name in _COPIED:
-            if (self.model_dir / name).is_file():
-                shutil.copyfile(self.model_dir / name, work / name)
+        copy_model_files(self.model_dir, work)
         entries |= _entries(work, without=entries)
         manifest = {**self.manifest, "files": entries}
         (work / STATE_FILE).write_text(canonical_json(manifest) + "\n", encoding="utf-8")

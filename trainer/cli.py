@@ -149,6 +149,7 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
     several ranks and this process is none of them, ElsewhereFailed where another rank has failed.
     """
     from ledger.opening import open_ledger
+    from rollout.tasks.from_options import with_digests
 
     began = time.monotonic()
     uri = explicit.get("ledger", os.environ.get("LEDGER_URI", "ledger-data"))
@@ -158,7 +159,7 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
         return _follow(uri, catalog)
     forking = "from_version" in explicit
     with open_ledger(uri, create=not forking, catalog=catalog) as ledger:
-        standing = _decide(ledger, _with_digests(explicit))
+        standing = _decide(ledger, with_digests(explicit))
         # Heavy imports only once the options make sense.
         from trainer.opening import is_complete
 
@@ -172,23 +173,12 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
     return result
 
 
-def _with_digests(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with digests of the data that they name, which are recorded and compared."""
-    given = dict(explicit)
-    if given.get("prompt_data"):
-        from rollout.tasks.from_options import check_digest
-        from rollout.tasks.prompt_rows import content_digest
-
-        found = content_digest(given["prompt_data"])
-        check_digest(given["prompt_data"], given.setdefault("prompt_data_digest", found), found)
-    return given
-
-
 def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     """Where the run stands; what can be checked before anything is written is checked."""
     from rollout.tasks.from_options import check_rows
     from trainer.begin import checkpoint_root, find_standing
     from trainer.checkpoint_formats import format_of
+    from trainer.publishing import version_folder
     from trainer.tracking import check_tracking
 
     standing = find_standing(ledger, explicit)
@@ -199,6 +189,8 @@ def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     format_of(values)
     check_tracking(values, ledger.root)
     checkpoint_root(ledger, standing)
+    if values["rollout_by"] == "elsewhere" and values["data"] == "fresh":
+        version_folder(ledger, standing)
     if ranks_of(values) == 1:
         return standing
     if ledger.uri.startswith("memory:"):
@@ -272,7 +264,8 @@ def _check(values: Mapping[str, Any]) -> None:
                 do="add --dynamic-sampling-filter-path none, or raise --n-samples-per-prompt",
             )
         )
-    if values["engine"] not in ENGINE_NAMES or values["engine"] == "sglang":
+    here = values["rollout_by"] == "trainer"
+    if values["engine"] not in ENGINE_NAMES or (values["engine"] == "sglang" and here):
         # Says what is missing, or what the names are.
         create_engine(values["engine"], values["hf_checkpoint"] or "MODEL")
 
@@ -305,9 +298,11 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         deterministic=values["deterministic_mode"],
         timeout_minutes=values["distributed_timeout_minutes"],
     )
-    side = None
-    has_engine = values["data"] == "fresh" or values["eval_interval"] is not None
-    if has_engine and is_writer():
+    side: Any = None
+    elsewhere = values["rollout_by"] == "elsewhere"
+    fresh = values["data"] == "fresh"
+    has_engine = fresh or (values["eval_interval"] is not None and not elsewhere)
+    if has_engine and is_writer() and not elsewhere:
         side = LocalRolloutSide(model_folder(ledger, standing), values)
     opened = open_branch(
         ledger, standing, (lambda text: print(text, file=sys.stderr)) if show else (lambda _: None)
@@ -340,7 +335,9 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
                 settings=json.loads(standing.settings_json),
                 tell=lambda text: print(f"ledger-train: {text}", file=sys.stderr),
             )
-        if side is not None and opened.writer is not None:
+        if has_engine and elsewhere and is_writer():
+            side = _elsewhere(ledger, standing, opened, progress.doing)
+        elif side is not None and opened.writer is not None:
             side.attach(
                 ledger,
                 standing.run_id,
@@ -375,6 +372,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
             else None,
             engine_version=version,
             update_weights_interval=values["update_weights_interval"],
+            publish_each_step=not elsewhere,
             algorithm=algorithm,
             sizes=batch_settings(values),
             rollout_side=side,
@@ -410,6 +408,30 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         rewards=summary.rewards,
         seconds={"restore": opened.restore_time_s, **summary.seconds},
         failed_sinks=tracker.failures,
+    )
+
+
+def _elsewhere(ledger: Any, standing: Any, opened: Any, tell: Any) -> Any:
+    """The side of rollouts that another process makes."""
+    from trainer.elsewhere import RolloutsElsewhere
+    from trainer.publishing import version_folder
+    from trainer.weights.versions import VersionFolders
+
+    values = standing.values
+    minutes = values["rollout_timeout_minutes"]
+    return RolloutsElsewhere(
+        ledger,
+        standing.run_id,
+        standing.branch,
+        VersionFolders(
+            version_folder(ledger, standing),
+            opened.state.hf_config,
+            opened.saver.model_dir,
+            keep=values["update_weight_disk_keep"],
+        ),
+        rollouts=values["rollout_batch_size"] * values["n_samples_per_prompt"],
+        timeout_s=None if minutes is None else 60 * minutes,
+        tell=tell,
     )
 
 

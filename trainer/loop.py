@@ -63,6 +63,21 @@ class RolloutSide(Protocol):
     def name(self) -> str:
         """Of the engine."""
 
+    @property
+    def transport(self) -> str:
+        """How weights reach the engine: as in `weights_published`."""
+
+    @property
+    def acknowledged_by(self) -> list[str]:
+        """Engines whose own checksums `load_weights` compares."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the loop asks it for evaluations; else they are none of its business."""
+
+    def location(self, version: int) -> str | None:
+        """Where the bytes of a version lie after `load_weights`, if anywhere."""
+
     def rollout(self, rollout_step: int) -> RolloutOutcome:
         """Write the events of a rollout step, those that are not there yet."""
 
@@ -125,6 +140,8 @@ class TrainingLoop:
     """The version that the engine has."""
     update_weights_interval: int
     """Rollout steps between two times that the engine gets the weights."""
+    publish_each_step: bool
+    """Whether it gets those between the steps of a rollout too, which nothing is sampled with."""
     algorithm: AlgorithmSettings
     sizes: BatchSettings
     rollout_side: RolloutSide | None
@@ -258,7 +275,7 @@ class TrainingLoop:
 
     def _engine_is_due(self, plan: PlannedStep, last: PlannedStep) -> bool:
         """Whether the engine gets the weights that a step makes."""
-        if self.update_weights_interval == 1:
+        if self.update_weights_interval == 1 and self.publish_each_step:
             return True
         return plan is last and (plan.rollout_step + 1) % self.update_weights_interval == 0
 
@@ -318,8 +335,9 @@ class TrainingLoop:
             )
         self.summary.spent("publish", began)
         return weights.evolve(
-            transport="memory",
-            acknowledged_by=[self.rollout_side.name],
+            transport=self.rollout_side.transport,
+            location=self.rollout_side.location(version),
+            acknowledged_by=self.rollout_side.acknowledged_by,
             transfer_time_s=time.perf_counter() - began,
         )
 
@@ -368,6 +386,8 @@ class TrainingLoop:
             return
         if self.rollout_side is None or self.writer is None:
             raise RuntimeError("a loop with evaluations was made without a rollout side")
+        if not self.rollout_side.evaluates:
+            return
         key = (version, self.rollout_side.evaluation)
         if key in self._evaluated:
             return

@@ -38,6 +38,8 @@ ELSEWHERE: Mapping[str, str] = {
     "rollout_num_gpus": _EMBEDDED,
     "rollout_num_gpus_per_engine": _EMBEDDED,
     "save_debug_rollout_data": _KEPT,
+    "debug_train_only": "--rollout-by elsewhere, or --from-version K --data recorded",
+    "debug_rollout_only": "ledger-rollout --rollout-only",
     "load_debug_rollout_data": "--from-version K --data recorded",
     "dump_details": _KEPT,
     "wandb_key": "WANDB_API_KEY in the environment: a command line is seen by others",
@@ -111,11 +113,14 @@ ELSEWHERE: Mapping[str, str] = {
 """Name elsewhere, with underscores and without what stands before its last dot → what to do."""
 
 
-def unknown_options(words: Sequence[str], known: Collection[str]) -> InvalidArgument:
+def unknown_options(
+    words: Sequence[str], known: Collection[str], *, command: str = "ledger-train"
+) -> InvalidArgument:
     """The refusal of the words of a command line that are no options and no values of any.
 
     `known` are the flags that there are.
     """
+    megatron = "; Megatron-Core's: --help-megatron" if command == "ledger-train" else ""
     flags = [word for word in words if word.startswith("--") or "=" in word] or list(words)
     # Never the values: one may be a key.
     names = [flag.partition("=")[0] for flag in flags]
@@ -123,7 +128,7 @@ def unknown_options(words: Sequence[str], known: Collection[str]) -> InvalidArgu
     return InvalidArgument(
         explain(
             "reading the command line",
-            expected="options of ledger-train (--help; Megatron-Core's: --help-megatron)",
+            expected=f"options of {command} (--help{megatron})",
             found=", ".join(names),
             do="; ".join(told),
         )

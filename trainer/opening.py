@@ -13,14 +13,16 @@ from blake3 import blake3
 
 from ledger.canonical import canonical_json, json_digest
 from ledger.environment import describe_environment
-from ledger.errors import AlreadyExists, InvalidArgument, NotFound, explain
-from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted
+from ledger.errors import AlreadyExists, Diverged, InvalidArgument, NotFound, explain
+from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted, TrainingStarted
 from ledger.store import Ledger
+from ledger.weights import first_difference
 from ledger.writer import Writer
 from trainer.algorithms.needs import needs_values
 from trainer.begin import Standing, checkpoint_root, find_standing, new_model_folder
 from trainer.chat_template import chat_template_digest
 from trainer.checkpoint_formats import FORMAT, format_of
+from trainer.compare import records_of_event
 from trainer.critic import create_critic, critic_settings
 from trainer.frozen import FrozenModel
 from trainer.history import History, read_history
@@ -88,6 +90,13 @@ def open_branch(
             standing = find_standing(ledger, standing.explicit)
     standing = _share(ledger, standing)
     checkpoints = checkpoint_root(ledger, standing)
+    if standing.takes_up:
+        _take_up(ledger, standing, writer, checkpoints)
+        wait_for_head(ledger, standing.run_id, from_writer(_head(ledger, standing)))
+        if is_writer():
+            history = read_history(ledger, standing.run_id)
+            standing = replace(standing, history=history, takes_up=False)
+        standing = _share(ledger, standing)
     if standing.history is None:
         state, named = _start_run(ledger, standing, writer, checkpoints)
         head_seq = from_writer(_head(ledger, standing))
@@ -196,6 +205,8 @@ def model_folder(ledger: Ledger, standing: Standing) -> Path:
     Raises InvalidArgument without --hf-checkpoint, NotFound where there is no model in it, and what
     `check_checkpoint` raises.
     """
+    if standing.history is not None and standing.takes_up:
+        return _begun_with(standing, standing.history)
     if standing.history is not None:
         recorded = remaining_recorded(standing.history, standing)
         place = _place(standing.history, standing, recorded)
@@ -207,6 +218,24 @@ def model_folder(ledger: Ledger, standing: Standing) -> Path:
         ]
         return check_checkpoint(ledger, standing.history, named[-1] if named else start)
     return new_model_folder(standing.values)
+
+
+def _begun_with(standing: Standing, history: History) -> Path:
+    """The folder that rollouts began a run with. Raises NotFound where it is not here."""
+    named = history.weights[standing.weight_version].location
+    tried = [Path(one) for one in (named, standing.values["hf_checkpoint"]) if one]
+    for folder in tried:
+        if (folder / "config.json").is_file():
+            return folder
+    raise NotFound(
+        explain(
+            "taking up a run that rollouts have begun",
+            on=f"run {standing.run_id!r}",
+            expected="the model it began with in " + " or ".join(map(str, tried)),
+            found="no config.json there on this host",
+            do="name its folder here with --hf-checkpoint",
+        )
+    )
 
 
 def _start(standing: Standing, history: History, place: Place) -> int:
@@ -227,12 +256,54 @@ def _take_over(ledger: Ledger, standing: Standing) -> Writer | None:
     return ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
 
 
-def _start_run(
-    ledger: Ledger, standing: Standing, writer: Writer | None, checkpoints: Path
-) -> tuple[TrainState, dict[tuple[str, str | None], FrozenModel]]:
-    """The state of the first version, and the models that have a folder of their own."""
-    values = standing.values
+def _take_up(ledger: Ledger, standing: Standing, writer: Writer | None, checkpoints: Path) -> None:
+    """Make the state of the first version of a run that rollouts have begun, and its checkpoint.
+
+    Raises NotFound where the folder that they began with is not here, Diverged where it has other
+    weights now.
+    """
     model_dir = model_folder(ledger, standing)
+    if standing.history is None:
+        raise RuntimeError("a run without events cannot be taken up")
+    state = _first_state(model_dir, standing)
+    published = standing.history.weights[standing.weight_version]
+    difference = first_difference(records_of_event(published), state.tensor_records())
+    if difference is not None:
+        raise Diverged(
+            explain(
+                "taking up a run that rollouts have begun",
+                on=f"run {standing.run_id!r}, {model_dir}",
+                expected="the weights that version 0 was published with",
+                found=difference,
+                do="put the folder back as it was, or start another run with --run-id; --bf16 must "
+                "be as it was for ledger-rollout",
+            )
+        )
+    folder = checkpoints / f"v{standing.weight_version:06d}"
+    if writer is not None and folder.exists():
+        # The run has no checkpoint, so this is what a process left that was killed.
+        shutil.rmtree(folder)
+    saved = checkpoint_of(
+        ledger,
+        state,
+        folder,
+        model_dir=model_dir,
+        weight_version=standing.weight_version,
+        step=None,
+    )
+    if writer is not None:
+        started = TrainingStarted(
+            weight_version=standing.weight_version,
+            settings=standing.settings_json,
+            places=standing.places_json,
+            environment=environment_json(),
+        )
+        writer.append([started, saved])
+
+
+def _first_state(model_dir: Path, standing: Standing) -> TrainState:
+    """The state that a run begins with, from a model folder."""
+    values = standing.values
     state = create_state(
         model_dir,
         parallel_settings(values),
@@ -248,6 +319,16 @@ def _start_run(
             critic_settings(optimizer_settings(values), values),
             seed=values["rollout_seed"],
         )
+    return state
+
+
+def _start_run(
+    ledger: Ledger, standing: Standing, writer: Writer | None, checkpoints: Path
+) -> tuple[TrainState, dict[tuple[str, str | None], FrozenModel]]:
+    """The state of the first version, and the models that have a folder of their own."""
+    values = standing.values
+    model_dir = model_folder(ledger, standing)
+    state = _first_state(model_dir, standing)
     named = load_named(
         values,
         algorithm_settings(values),
@@ -407,7 +488,9 @@ def is_complete(ledger: Ledger, standing: Standing) -> bool:
         left = place.rollout_step < standing.values["num_rollout"]
     else:
         left = bool(recorded)
-    if standing.values["eval_interval"] is not None:
+    if standing.values["eval_interval"] is not None and (
+        standing.values["rollout_by"] == "trainer"
+    ):
         table = ledger.reader(standing.run_id, branch=None).table("eval_scored")
         left = left or place.weight_version not in table["weight_version"].to_pylist()
     return not left and place.weight_version in standing.history.checkpoints

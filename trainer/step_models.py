@@ -14,7 +14,7 @@ from typing import Any
 
 from ledger.encode import events_of
 from ledger.errors import Corrupt, InvalidArgument, LedgerError, NotFound, explain
-from ledger.events import BranchForked, RunResumed, RunStarted
+from ledger.events import BranchForked, RunResumed, RunStarted, TrainingStarted
 from ledger.store import Ledger
 from trainer.algorithms.needs import needs_teacher, needs_values
 from trainer.critic import create_critic
@@ -44,7 +44,7 @@ def model_places(
     recorded: list[tuple[int, Mapping[str, Any]]] = []
     if ledger is not None and run_id is not None:
         reader = ledger.reader(run_id, branch=None)
-        for kind in (RunStarted, BranchForked, RunResumed):
+        for kind in (RunStarted, TrainingStarted, BranchForked, RunResumed):
             table = reader.table(kind.KIND)
             for event, seq in zip(events_of(table, kind), table["seq"].to_pylist(), strict=True):
                 recorded.append((seq, json.loads(getattr(event, "places", None) or "{}")))

@@ -14,7 +14,14 @@ from ledger.events.rollout import (
     SampleScored,
     SegmentGenerated,
 )
-from ledger.events.run import BranchForked, GapRecorded, RowsRetired, RunResumed, RunStarted
+from ledger.events.run import (
+    BranchForked,
+    GapRecorded,
+    RowsRetired,
+    RunResumed,
+    RunStarted,
+    TrainingStarted,
+)
 from ledger.events.training import (
     CheckpointSaved,
     SignalRecorded,
@@ -45,6 +52,7 @@ __all__ = [
     "SegmentGenerated",
     "SignalRecorded",
     "StepCommitted",
+    "TrainingStarted",
     "WeightsLoaded",
     "WeightsPublished",
 ]

@@ -7,7 +7,14 @@ import pyarrow as pa
 
 from ledger.fields import Event, column, event
 
-__all__ = ["BranchForked", "GapRecorded", "RowsRetired", "RunResumed", "RunStarted"]
+__all__ = [
+    "BranchForked",
+    "GapRecorded",
+    "RowsRetired",
+    "RunResumed",
+    "RunStarted",
+    "TrainingStarted",
+]
 
 _names = pa.list_(pa.string())
 _digests = pa.list_(pa.binary(32))
@@ -51,6 +58,21 @@ class RunResumed(Event):
     rollout_step: int = column(3, pa.int64(), "The rollout step it goes on with.", measurement=True)
     places: str = column(4, pa.string(), "As in run_started.", measurement=True)
     environment: str = column(5, pa.string(), "As in run_started.", measurement=True)
+
+
+@event("training_started", layout=1)
+class TrainingStarted(Event):
+    """A trainer took up a run that rollouts had begun without one: with which settings it trains.
+
+    It goes with the first checkpoint of the run, in one append.
+    """
+
+    weight_version: int = column(1, pa.int64(), "The version it starts from.")
+    settings: str = column(
+        2, pa.string(), "JSON: every setting of the run from here on, as in run_started."
+    )
+    places: str = column(3, pa.string(), "JSON: as in run_started.", measurement=True)
+    environment: str = column(4, pa.string(), "JSON: as in run_started.", measurement=True)
 
 
 @event("branch_forked", layout=2)

@@ -8,11 +8,23 @@ from typing import Any
 from ledger.errors import InvalidArgument, explain
 from rollout.tasks import PromptSource, create_source
 from rollout.tasks.files import FileSource
-from rollout.tasks.prompt_rows import PromptData, PromptRows
+from rollout.tasks.prompt_rows import PromptData, PromptRows, content_digest
 
-__all__ = ["check_digest", "check_rows", "prompt_data", "training_source"]
+__all__ = ["check_digest", "check_rows", "prompt_data", "training_source", "with_digests"]
 
 _DEFAULT_TASK = "addition"
+
+
+def with_digests(explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with digests of the data that they name, which are recorded and compared.
+
+    Raises InvalidArgument where a digest was given that the data does not have.
+    """
+    given = dict(explicit)
+    if given.get("prompt_data"):
+        found = content_digest(given["prompt_data"])
+        check_digest(given["prompt_data"], given.setdefault("prompt_data_digest", found), found)
+    return given
 
 
 def prompt_data(values: Mapping[str, Any]) -> PromptData | None:

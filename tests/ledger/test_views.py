@@ -54,6 +54,7 @@ NOT_IN_THE_STORY = (
     "gap_recorded",
     "rows_retired",
     "run_resumed",
+    "training_started",
 )
 
 

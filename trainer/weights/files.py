@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ledger.errors import Corrupt, NotFound, StorageFailed, explain
 __all__ = [
     "INDEX_FILE",
     "WEIGHTS_FILE",
+    "copy_model_files",
     "is_weights_file",
     "open_file",
     "open_safetensors",
@@ -24,12 +26,31 @@ __all__ = [
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_COPIED = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Files of a model folder that go along as they are, where they exist."""
 _SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def is_weights_file(name: str) -> bool:
     """Whether a file of this name holds weights: the only one, or a shard."""
     return name == WEIGHTS_FILE or _SHARD_FILE.fullmatch(name) is not None
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copy tokenizer and generation settings, what there is of them, from one folder to another."""
+    for name in _COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def read_safetensors(model_dir: str | Path) -> dict[str, Tensor]:

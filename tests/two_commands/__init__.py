@@ -1,0 +1,1 @@
+"""Commands that meet in one ledger, as processes that are killed."""
