@@ -28,19 +28,11 @@ OPTIONS: tuple[Option, ...] = (
         within=above(0),
     ),
     place(
-        "update_weight_disk_dir",
-        "checkpoint",
-        str,
-        None,
-        "folder where the trainer puts each version for rollouts made elsewhere, which see it "
-        "under the same path; default: inside the ledger",
-    ),
-    place(
         "update_weight_disk_keep",
-        "checkpoint",
+        "rollout",
         int,
         2,
-        "versions that stay in --update-weight-disk-dir: the newest ones",
+        "versions that stay in --update-weight-disk-dir for rollouts made elsewhere: the newest",
         within=COUNT,
     ),
 )
