@@ -16,6 +16,7 @@
     ├── Diverged            other bits than recorded, or no finite number (also an ArithmeticError)
     ├── EngineFailed        an engine gave no answer, or one that breaks its promises
     ├── EnvironmentFailed   an environment or a tool crashed, hung, or is not as recorded
+    ├── RewardFailed        a verifier gave no reward for a sample (also a RuntimeError)
     └── MissingDependency   something that must be installed first (also an ImportError)
 
 Each is also a standard exception, so that callers need not import this module to catch it. A
@@ -41,6 +42,7 @@ __all__ = [
     "MissingDependency",
     "NoLongerKept",
     "NotFound",
+    "RewardFailed",
     "SegmentMissing",
     "StorageFailed",
     "explain",
@@ -113,6 +115,11 @@ class EnvironmentFailed(LedgerError, RuntimeError):
 
     The sample failed, and is in no statistics; it does not have a reward of zero.
     """
+
+
+class RewardFailed(LedgerError, RuntimeError):
+    """A verifier gave no reward: too late, broken, or asked about what it cannot judge. The sample
+    failed; it has no reward, which is not a reward of zero."""
 
 
 class MissingDependency(LedgerError, ImportError):

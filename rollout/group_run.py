@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +13,11 @@ from ledger.errors import (
     EnvironmentFailed,
     InvalidArgument,
     LedgerError,
+    RewardFailed,
     explain,
 )
 from rollout.buffer import BufferedGroup, BufferedSample
+from rollout.custom_reward import ask_rewards
 from rollout.episode import Episode, EpisodeAborted, EpisodeFunction, EpisodeServices
 from rollout.gate import GatedEngine
 from rollout.protocol import SamplingParams
@@ -92,7 +94,7 @@ class GroupRun:
             else:
                 self.is_scoring = True
                 await self._score()
-                self.outcome = "scored"
+                self.outcome = "failed" if self.failed else "scored"
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -148,7 +150,7 @@ class GroupRun:
                     self.failed[at.index] = f"{empty} aborts that nobody asked for"
                     return
                 await self.services.engine.opened()
-            except (EngineFailed, EnvironmentFailed) as error:
+            except (EngineFailed, EnvironmentFailed, RewardFailed) as error:
                 self._fail(at.index, error)
                 return
             except InvalidArgument as error:
@@ -164,7 +166,7 @@ class GroupRun:
 
     def _fail(self, index: int, error: Exception) -> None:
         if not self._stopping:
-            self.failed[index] = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            self.failed[index] = _short(error)
 
     def _episode(self, at: Trajectory) -> Episode:
         shared = self.services.episodes
@@ -213,9 +215,25 @@ class GroupRun:
             for index, sample in self.group.samples.items()
             if sample.reward is None and sample.trajectory.parent_index is None
         ]
-        found = await asyncio.gather(*(self._reward(sample.trajectory) for sample in missing))
-        for sample, one in zip(missing, found, strict=True):
-            rewards[sample.trajectory.rollout_id] = one
+        asked = []
+        for at in (sample.trajectory for sample in missing):
+            episode = self._episodes.get(at.index)
+            if episode is not None and episode.reward is not None:
+                driver = _Driver(getattr(self.services.drive, "__name__", "episode"))
+                rewards[at.rollout_id] = episode.reward, driver
+            else:
+                asked.append(at)
+        verifier = self.services.reward
+        found = await ask_rewards(
+            verifier, [self.scored(self._spoken(at)) for at in asked], self.services.executor
+        )
+        for at, one in zip(asked, found, strict=True):
+            if isinstance(one, Reward):
+                rewards[at.rollout_id] = one, verifier
+            else:
+                self.failed[at.index] = _short(one)
+        if self.failed:
+            return
         key, baseline = self.services.baseline_key, self.baseline
         parts: dict[str, float] = {}
         if key is not None and baseline is not None:
@@ -226,30 +244,21 @@ class GroupRun:
             at = sample.trajectory
             if sample.reward is not None or at.rollout_id not in rewards:
                 continue
-            reward, verifier = rewards[at.rollout_id]
+            reward, judge = rewards[at.rollout_id]
             if index != baseline:
                 reward = replace(reward, parts={**reward.parts, **parts})
-            events.append(sample_scored(self.scored(at), reward, verifier))
+            events.append(sample_scored(self.scored(at), reward, judge))
         await self.services.sink.append(events)
 
-    async def _reward(self, at: Trajectory) -> tuple[Reward, Verifier]:
-        episode = self._episodes.get(at.index)
-        if episode is not None and episode.reward is not None:
-            return episode.reward, _Driver(getattr(self.services.drive, "__name__", "episode"))
-        # Of an execution whose first sample says nothing (its agent asked in its own words), what
-        # is judged is the first one that does.
+    def _spoken(self, at: Trajectory) -> Trajectory:
+        """What is judged of an execution: its first sample, or, where that one says nothing (its
+        agent asked in its own words), the first one that does."""
         spoken = (
             one.trajectory
             for one in self.group.samples.values()
             if one.trajectory.rollout_id == at.rollout_id and one.trajectory.sampled_tokens
         )
-        at = next(spoken, at)
-        loop = asyncio.get_running_loop()
-        ask: Callable[[ScoredSample], Reward] = self.services.reward
-        answer: Awaitable[Reward] = loop.run_in_executor(
-            self.services.executor, ask, self.scored(at)
-        )
-        return await answer, self.services.reward
+        return next(spoken, at)
 
     def scored(self, at: Trajectory) -> ScoredSample:
         """A sample as rewards and filters see it."""
@@ -279,6 +288,11 @@ def scored_sample(
         finish_reason=finish_reason,
         reward=reward,
     )
+
+
+def _short(error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def _all(episodes: Any) -> Sequence[Episode]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ledger.errors import InvalidArgument, explain
-from rollout.imports import IMPORT_PATH, is_import_path, load_function
+from rollout.imports import IMPORT_PATH, is_import_path
 
 __all__ = [
     "REWARD_NAMES",
@@ -25,9 +23,16 @@ __all__ = [
     "create_reward",
 ]
 
-_SETTING = "--custom-rm-path"
-
-REWARD_NAMES = ("exact_line", "reasoning_gym:<dataset>", IMPORT_PATH)
+REWARD_NAMES = (
+    "exact_line",
+    "reasoning_gym:<dataset>",
+    "math",
+    "boxed_math",
+    "f1",
+    "boxed_f1",
+    "remote_rm",
+    IMPORT_PATH,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +78,12 @@ class RewardFunction(Protocol):
     version: str
 
     def __call__(self, sample: ScoredSample) -> Reward:
-        """Score `sample`."""
+        """Score `sample`. Any thread may call it.
+
+        Raises:
+            RewardFailed: it has no reward for this sample, which therefore failed.
+            InvalidArgument: it cannot work at all.
+        """
 
 
 class ExactLine:
@@ -125,48 +135,6 @@ class GymReward:
         return Reward(value=value, parts={"ended": float(ended), "verifier": score})
 
 
-class CustomReward:
-    """A function by import path: `f(sample)`, or slime's `async f(args, sample)`."""
-
-    version = "custom"
-
-    def __init__(self, path: str, args: Any) -> None:
-        """Raises InvalidArgument where `path` names no function of one or two arguments."""
-        self._function, self._args, self.name = load_function(path, setting=_SETTING), args, path
-        self._count = _count_arguments(self._function)
-        if self._count not in (1, 2):
-            raise InvalidArgument(
-                explain(
-                    "loading a custom reward",
-                    on=f"{_SETTING} {path}",
-                    expected="f(sample) or f(args, sample)",
-                    found="a signature that cannot be read"
-                    if self._count is None
-                    else f"a function of {self._count} arguments",
-                )
-            )
-
-    def __call__(self, sample: ScoredSample) -> Reward:
-        """Call it. A number or a `Reward` may come back, or an awaitable of one.
-
-        Raises InvalidArgument: anything else came back, or it raised (its exception is the cause).
-        """
-        try:
-            found = self._function(*((sample,) if self._count == 1 else (self._args, sample)))
-            if inspect.isawaitable(found):
-                found = asyncio.run(_resolve(found))
-        except Exception as error:
-            raise InvalidArgument(
-                explain(
-                    "scoring a sample",
-                    on=f"{_SETTING} {self.name}, sample {sample.index}",
-                    expected="a finite number or a rollout.rewards.Reward",
-                    found=f"{type(error).__name__}: {error}",
-                )
-            ) from error
-        return checked_reward(found, on=f"{_SETTING} {self.name}, sample {sample.index}")
-
-
 def checked_reward(found: object, *, on: str) -> Reward:
     """`found`, a number or a `Reward`, as a `Reward` of plain finite floats.
 
@@ -200,27 +168,26 @@ def _not_a_reward(on: str, expected: str, found: str) -> InvalidArgument:
     return InvalidArgument(explain("scoring a sample", on=on, expected=expected, found=found))
 
 
-async def _resolve(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def _count_arguments(function: Any) -> int | None:
-    """Arguments that have to be given; None where that cannot be known."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return sum(p.default is p.empty and p.kind not in variable for p in parameters)
-
-
-def create_reward(name: str, *, args: Any = None, strict: bool = True) -> RewardFunction:
+def create_reward(
+    name: str,
+    *,
+    args: Any = None,
+    strict: bool = True,
+    limit_s: float = 10.0,
+    url: str | None = None,
+) -> RewardFunction:
     """Make a reward by name or import path; `args` is handed to a custom one that wants it.
+
+    `limit_s` is the time that a verifier in a process of its own has for a sample, `url` the
+    address of a reward server.
 
     Raises:
         InvalidArgument: no reward of that name.
         MissingDependency: the library behind it is not installed.
     """
+    from rollout.custom_reward import CustomReward
+    from rollout.verifiers import create_reward_type
+
     if name == "exact_line":
         return ExactLine()
     family, _, dataset = name.partition(":")
@@ -228,10 +195,13 @@ def create_reward(name: str, *, args: Any = None, strict: bool = True) -> Reward
         return GymReward(dataset, strict=strict)
     if is_import_path(name):
         return CustomReward(name, args)
+    by_type = create_reward_type(name, limit_s=limit_s, url=url)
+    if by_type is not None:
+        return by_type
     raise InvalidArgument(
         explain(
             "making a reward",
-            on=_SETTING,
+            on="--rm-type or --custom-rm-path",
             expected=f"one of {', '.join(REWARD_NAMES)}",
             found=repr(name),
         )

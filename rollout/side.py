@@ -12,7 +12,7 @@ from ledger.seeds import derive_seed
 from rollout.engines import create_engine
 from rollout.evaluation import evaluate
 from rollout.filters import create_filter
-from rollout.rewards import create_reward
+from rollout.reward_options import reward_function
 from rollout.settings import RolloutSettings
 from rollout.tasks import create_source, stop_token_ids
 from rollout.tasks.from_options import training_source
@@ -96,7 +96,7 @@ class LocalRolloutSide:
         self._source = training_source(values, self._tokenizer)
         self._eval_seed = derive_seed("evaluation", seed)
         self._eval_source = create_source(task, seed=self._eval_seed, options=options)
-        self._reward = create_reward(values["custom_rm_path"] or self._source.reward)
+        self._reward = reward_function(values, self._source.reward)
         create_filter(self._settings.dynamic_sampling_filter_path)
         self._n_eval_prompts = values["n_eval_prompts"]
         self._engine = create_engine(

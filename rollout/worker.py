@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ledger.errors import InvalidArgument, explain
+from ledger.errors import InvalidArgument, RewardFailed, explain
 from ledger.fields import Event
 from ledger.numbering import SAMPLE_SPAN, local_number, run_number
 from ledger.seeds import sample_seed
+from rollout.custom_reward import rewards_of
 from rollout.filters import create_filter
 from rollout.history import (
     Generated,
@@ -74,7 +75,7 @@ class RolloutSummary:
     indices: npt.NDArray[np.int64]
     """[N] All samples of the step, by (group_index, index)."""
     raw_rewards: npt.NDArray[np.float64]
-    """[N] Their rewards, also of those that were dropped."""
+    """[N] Their rewards, also of those that were dropped; fewer where samples have none."""
     mean_reward: float
     """Mean of `raw_rewards` less greedy baselines: of the policy, not of what the filter left."""
     tokens: int
@@ -287,20 +288,28 @@ class RolloutWorker:
         decisions: list[Event] = []
         rewards: dict[int, float] = {}
         decided: dict[int, str] = {}
+        failures: dict[int, RewardFailed] = {}
         for group in groups:
             if all(int(i) in history.decisions for i in group.indices):
                 continue
             samples = self._samples(history, group)
             baseline = samples.pop() if self._baseline(group) is not None else None
+            every = samples if baseline is None else [baseline, *samples]
             parts: dict[str, float] = {}
-            for sample in samples if baseline is None else [baseline, *samples]:
-                if sample.reward is None:
-                    reward = self._reward(sample)
+            unscored = [one for one in every if one.reward is None]
+            found, failed = rewards_of(self._reward, unscored)
+            for sample in every:
+                reward = found.get(sample.index)
+                if reward is not None:
                     reward = replace(reward, parts={**reward.parts, **parts})
                     scores.append(sample_scored(sample, reward, self._reward))
                     sample.reward = rewards[sample.index] = float(reward.value)
-                if sample is baseline:
+                if sample is baseline and sample.reward is not None:
                     parts[str(self._settings.greedy_baseline_key)] = float(sample.reward)
+            if failed:
+                failures.update(failed)
+                decisions += self._failed(every, failed, history.rollout_step, decided)
+                continue
             if baseline is not None:
                 decided[baseline.index] = "surplus"
                 decisions.append(
@@ -330,7 +339,34 @@ class RolloutWorker:
         self._writer.append(scores + decisions)
         history.rewards |= rewards
         history.decisions |= decided
+        if failures and not rewards:
+            # Nothing says that the next round would fare better.
+            raise next(iter(failures.values()))
         return True
+
+    def _failed(
+        self,
+        samples: Sequence[ScoredSample],
+        failed: Mapping[int, RewardFailed],
+        rollout_step: int,
+        decided: dict[int, str],
+    ) -> list[Event]:
+        """The decisions on a group of which samples have no reward: it cannot be compared."""
+        events: list[Event] = []
+        why = str(next(iter(failed.values()))).splitlines()[0]
+        for sample in samples:
+            own = failed.get(sample.index)
+            decided[sample.index] = "failed" if own is not None else "filtered"
+            events.append(
+                sample_decided(
+                    sample,
+                    rollout_step=rollout_step,
+                    decision=decided[sample.index],
+                    reason=f"a sample of its group failed: {why}" if own is None else _short(own),
+                    rule=self._reward.name,
+                )
+            )
+        return events
 
     def _decide(self, samples: Sequence[ScoredSample], kept: int) -> tuple[str, str, str]:
         """Decision, reason and rule for a whole group, where `kept` groups are kept already."""
@@ -377,11 +413,17 @@ class RolloutWorker:
             )
 
 
+def _short(error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(str(error).split())[:500]
+
+
 def _summarise(history: RolloutHistory, baselines: Collection[int | None]) -> RolloutSummary:
     groups = sorted(history.groups, key=lambda group: group.group_index)
     indices = np.concatenate([np.sort(group.indices) for group in groups])
     kept = np.array([history.decisions[int(i)] == "kept" for i in indices], dtype=bool)
-    rewards = np.array([history.rewards[int(i)] for i in indices], dtype=np.float64)
+    scored = [int(i) for i in indices if int(i) in history.rewards]
+    rewards = np.array([history.rewards[i] for i in scored], dtype=np.float64)
     # All samples of a round share one engine call and carry its time.
     by_round = {g.round: history.generated[int(g.indices[0])].time_s for g in groups}
     return RolloutSummary(
@@ -389,7 +431,7 @@ def _summarise(history: RolloutHistory, baselines: Collection[int | None]) -> Ro
         kept_indices=indices[kept],
         indices=indices,
         raw_rewards=rewards,
-        mean_reward=float(rewards[[int(i) not in baselines for i in indices]].mean()),
+        mean_reward=float(rewards[[i not in baselines for i in scored]].mean()),
         tokens=sum(len(history.generated[int(i)].tokens) for i in indices),
         generation_time_s=float(sum(by_round.values())),
         counts=dict(sorted(Counter(history.decisions[int(i)] for i in indices).items())),

@@ -280,6 +280,8 @@ def _recorded(ledger: Ledger, run_id: str, branch: str) -> tuple[dict[str, Any],
         "prompt_data",
         "rollout_by",
         "update_weight_disk_dir",
+        "rm_timeout",
+        "rm_url",
         *_MODEL_FOLDERS,
     )
     kept = {name: places[name] for name in carried if places.get(name) is not None}

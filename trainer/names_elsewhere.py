@@ -30,7 +30,6 @@ ELSEWHERE: Mapping[str, str] = {
     "custom_loss_function_path": "--policy-loss package.module:function",
     "log_probs_max_tokens_per_gpu": "--max-tokens-per-gpu",
     "num_epoch": "--num-rollout",
-    "rm_type": f"--custom-rm-path; {_TASK}",
     "eval_prompt_data": f"--n-eval-prompts; {_TASK}",
     "disable_rollout_global_dataset": "leave --prompt-data out",
     "multimodal_keys": "nothing: prompts are texts",

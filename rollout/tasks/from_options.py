@@ -44,12 +44,12 @@ def prompt_data(values: Mapping[str, Any]) -> PromptData | None:
                 found=f"--prompt-data {path} with --task {values['task']}",
             )
         )
-    if values["custom_rm_path"] is None:
+    if values["custom_rm_path"] is None and values["rm_type"] is None:
         raise InvalidArgument(
             explain(
                 "choosing how answers are judged",
                 on="--prompt-data",
-                expected="--custom-rm-path",
+                expected="--rm-type or --custom-rm-path",
                 found="nothing: a file of prompts says nothing of rewards",
             )
         )
@@ -71,7 +71,8 @@ def training_source(values: Mapping[str, Any], tokenizer: Any) -> PromptSource:
     data, seed = prompt_data(values), values["rollout_seed"]
     if data is None:
         return create_source(values["task"], seed=seed, options=values["task_options"])
-    source = FileSource(data, tokenizer=tokenizer, seed=seed, reward=values["custom_rm_path"])
+    named = values["custom_rm_path"] or values["rm_type"]
+    source = FileSource(data, tokenizer=tokenizer, seed=seed, reward=named)
     check_digest(data.path, values["prompt_data_digest"], source.digest)
     return source
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ledger.errors import InvalidArgument
+from ledger.errors import InvalidArgument, RewardFailed
 from rollout.filters import DynamicFilterOutput, create_filter
 from rollout.imports import is_import_path, load_function
 from rollout.records import sample_scored
@@ -108,7 +108,7 @@ def test_whatever_is_one_number_is_a_reward(answer: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["raises", "raises_later"])
 def test_an_exception_of_a_reward_is_the_cause(name: str) -> None:
-    with pytest.raises(InvalidArgument, match="ZeroDivisionError: on purpose") as caught:
+    with pytest.raises(RewardFailed, match="ZeroDivisionError: on purpose") as caught:
         create_reward(f"{__name__}:{name}")(sample())
     assert f"--custom-rm-path {__name__}:{name}, sample 7" in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

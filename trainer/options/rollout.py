@@ -23,13 +23,6 @@ OPTIONS: tuple[Option, ...] = (
         "prompts and verifier: 'addition', 'reasoning_gym:<dataset>'",
     ),
     Option("task_options", "rollout", "json", {}, "JSON object given to the task"),
-    Option(
-        "custom_rm_path",
-        "rollout",
-        str,
-        None,
-        "reward function 'package.module:function' in place of the task's own",
-    ),
     place("num_rollout", "rollout", int, 20, "rollout steps in all", within=COUNT),
     Option(
         "rollout_batch_size", "rollout", int, 8, "prompts (groups) of a rollout step", within=COUNT
