@@ -11,8 +11,12 @@ MOE ?= 0
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+# SGLang pins a torch of its own: it has an environment of its own, as engines may have anywhere.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: help install demo demo-tiny test test-ranks test-demo test-gpu check format bench bench-gpu clean
+.PHONY: help install demo demo-tiny test test-ranks test-demo test-sglang test-gpu check format bench bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -37,13 +41,28 @@ demo-tiny: $(STAMP) ## the same five things in a minute with a tiny model; MOE=1
 	$(BIN)/python -m replay.demo --model $(if $(filter 1,$(MOE)),tiny-moe,tiny) --output $(OUT)
 
 test: $(STAMP) ## run the tests (no GPU, no network), in two processes; WORKERS=0: in one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow and not ranks" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow and not ranks and not sglang" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-ranks: $(STAMP) ## the tests of a training on several ranks, two processes that talk over gloo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "ranks and not gpu and not slow" $(PYTEST_ARGS)
 
 test-demo: $(STAMP) ## the slow tests: the real language model, end to end
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-sglang: $(STAMP) $(SGLANG_STAMP) ## the tests against real SGLang servers, which run on the CPU from .venv-sglang
+	OMP_NUM_THREADS=1 SGLANG_PYTHON=$(abspath $(SGLANG_BIN))/python $(BIN)/python -m pytest -q -m "sglang and not gpu" tests/sglang $(PYTEST_ARGS)
+
+# SGLang itself is unchanged; tests/sglang/README.md says what stands in for its CUDA code.
+$(SGLANG_STAMP): tests/sglang/requirements.txt Makefile
+	@test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_BIN)/python -c 'import torch' 2>/dev/null || $(SGLANG_BIN)/pip install --quiet "$(TORCH)"
+	@$(SGLANG_BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(SGLANG_VENV)/torch-constraint.txt
+	$(SGLANG_BIN)/pip install --quiet --constraint $(SGLANG_VENV)/torch-constraint.txt --requirement $<
+	@# without what they ask for: CUDA's libraries and 60 packages that serving on a CPU does not import
+	$(SGLANG_BIN)/pip install --quiet --no-deps --no-compile sglang==0.5.23 torchvision==0.28.0
+	@printf '%s\nimport sglang_on_cpu; sglang_on_cpu.install()\n' '$(abspath tests/sglang/cpu)' \
+		> "$$($(SGLANG_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_on_cpu.pth"
+	@touch $@
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST_ARGS)
