@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +47,18 @@ class EpisodeLimits:
     """Tokens of prompt and response; None: the limits of turns alone hold."""
     timeout_s: float = 60.0
     """Of each call of the environment."""
+    compact_at: int | None = None
+    """Tokens of prompt and response above which the model is asked to sum up, and goes on in a
+    sibling sample that begins with the prompt and its summary; None: never."""
+    compact_prompt: str = "Sum up what matters so far. You go on with your summary alone."
+    """What it is told then."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name, value in (
             ("--max-turns", self.max_turns),
             ("--rollout-max-context-len", self.max_context_tokens),
+            ("--compact-context-at", self.compact_at),
         ):
             if value is not None and value < 1:
                 raise InvalidArgument(
@@ -121,6 +127,7 @@ class _Drive:
     ) -> None:
         self._episode, self._caller, self._turns = episode, caller, turns
         self._limits, self._on = limits, f"environment {caller.environment.name!r}"
+        self._root = episode
         self._recorded = list(episode.trajectory.pieces)
         self._at = 0
         """The next recorded piece that the environment has not come to."""
@@ -141,9 +148,11 @@ class _Drive:
             # and no engine would report the experts of their tokens.
             if result.truncated or turn >= self._limits.max_turns:
                 break
-            if not await self._answer(
-                self._turns.increment(result.messages, self._last_token), result.messages
-            ):
+            tokens = self._turns.increment(result.messages, self._last_token)
+            if self._is_long(len(tokens)):
+                if not await self._compact(result.messages):
+                    break
+            elif not await self._answer(tokens, result.messages):
                 break
         self._end(turn, truncated=True)
 
@@ -170,7 +179,10 @@ class _Drive:
             if action is None and not history and isinstance(answer, Observation):
                 self._at += 1  # what reset added
                 continue
-            if action is None or not isinstance(answer, Observation):
+            is_answer = isinstance(answer, Observation) and not (
+                answer.source == "user" and answer.text == self._limits.compact_prompt
+            )
+            if action is None or not isinstance(answer, Observation) or not is_answer:
                 self._at = before
                 break
             self._at += 1
@@ -178,6 +190,33 @@ class _Drive:
             history.append((action, StepResult(messages=[said])))
         await self._call("resume", task, history)
         return len(history)
+
+    def _is_long(self, more: int) -> bool:
+        most = self._limits.compact_at
+        return most is not None and self._used() + more > most
+
+    async def _compact(self, messages: Sequence[Message]) -> bool:
+        """Ask for a summary; go on in a sibling: prompt, summary, messages.
+
+        False where there is no room for a summary, or the sibling would be as long again.
+        """
+        asked = [Message(text=self._limits.compact_prompt, source="user")]
+        if not await self._answer(self._turns.increment(asked, self._last_token), asked):
+            return False
+        said = await self._action(-1)
+        self._require_all()
+        summary = said.tokens[:-1] if said.finish_reason == "stop" else said.tokens
+        root = self._root.trajectory
+        prompt = np.concatenate(
+            [root.prompt_tokens, summary, self._turns.increment(messages, None)]
+        )
+        if len(prompt) >= (self._limits.compact_at or 0):
+            return False
+        text = "".join([root.text, said.text, *(message.text for message in messages)])
+        self._episode = await self._episode.sibling(prompt, text=text, once=True)
+        self._recorded = list(self._episode.trajectory.pieces)
+        self._at = 0
+        return True
 
     async def _action(self, turn: int) -> Action:
         """What the model says next: as it is recorded, else sampled."""
@@ -191,12 +230,7 @@ class _Drive:
             found = _action_of(self._episode, at.segments)
             self._at = len(at.pieces)
         self._last_token = int(found.tokens[-1]) if found.finish_reason == "stop" else None
-        return Action(
-            turn=turn,
-            text=found.text,
-            tokens=found.tokens,
-            finish_reason=found.finish_reason,
-        )
+        return replace(found, turn=turn)
 
     def _recorded_action(self) -> Action | None:
         """The next recorded turn where it is whole; None where there is none, or it was cut."""
@@ -276,27 +310,41 @@ class _Drive:
                 one.cancel()
             await asyncio.gather(work, aborted, return_exceptions=True)
 
-    def _room(self) -> int:
-        """Tokens that the context has room for behind what the environment has come to."""
-        most = self._limits.max_context_tokens
-        if most is None:
-            return 2**31
+    def _used(self) -> int:
+        """Tokens of the context that the environment has come to."""
         at = self._episode.trajectory
-        before = sum(len(piece.tokens) for piece in at.pieces[: self._at])
-        return most - len(at.prompt_tokens) - before
+        return len(at.prompt_tokens) + sum(len(piece.tokens) for piece in at.pieces[: self._at])
 
-    def _end(self, turns: int, *, truncated: bool) -> None:
+    def _room(self) -> int:
+        """Tokens that the context has room for behind that."""
+        most = self._limits.max_context_tokens
+        return 2**31 if most is None else most - self._used()
+
+    def _require_all(self) -> None:
+        """Raise unless the environment has come to all that is recorded of the sample."""
         if self._at < len(self._recorded):
             raise self._failed(
-                f"it does not repeat itself: driven again, it ends after {turns} turns, where more "
-                "are recorded"
+                "it does not repeat itself: driven again, it ends where more is recorded"
+            )
+
+    def _end(self, turns: int, *, truncated: bool) -> None:
+        self._require_all()
+        if any(one.unbegun for one in _all(self._root)):
+            raise self._failed(
+                "it does not repeat itself: driven again, it does not begin a sibling that is "
+                "recorded"
             )
         if self._earned.value is not None:
             parts = {"turns": float(turns), "truncated": float(truncated)} | self._earned.parts
-            self._episode.reward = Reward(value=self._earned.value, parts=parts)
+            self._root.reward = Reward(value=self._earned.value, parts=parts)
 
     def _failed(self, found: str) -> EnvironmentFailed:
         return EnvironmentFailed(f"{self._on}: {found}")
+
+
+def _all(episode: Episode) -> list[Episode]:
+    """An episode with all that were begun in it."""
+    return [episode, *(one for sibling in episode.siblings for one in _all(sibling))]
 
 
 def _task_of(episode: Episode) -> EnvironmentTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,17 @@ def speaking(tokenizer: Any, *turns: str, **options: Any) -> ScriptedAsyncEngine
     return ScriptedAsyncEngine(script, vocab_size=len(tokenizer), **options)
 
 
+def answering(tokenizer: Any, say: Callable[[str], str], **options: Any) -> ScriptedAsyncEngine:
+    """Says what `say` makes of the context as text, and stops."""
+
+    def script(request: GenerationRequest, params: SamplingParams) -> tuple[Any, Any]:
+        text = say(tokenizer.decode(request.tokens.tolist(), skip_special_tokens=False))
+        ids = [*ids_of(tokenizer, text), STOP]
+        return np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32)
+
+    return ScriptedAsyncEngine(script, vocab_size=len(tokenizer), **options)
+
+
 def repeating(transcript: Sequence[int], prompt_length: int, vocab: int, **options: Any) -> Any:
     """Says what stands in a transcript, from where the context ends to the next stop token."""
     whole = np.array(transcript, np.int32)
@@ -88,6 +100,8 @@ def begun(
         label=label,
         metadata=metadata or {},
     )
+    issued = sink.of(PromptIssued) if isinstance(sink, Sink) else []
+    free = itertools.count(max((int(event.indices[0]) + 1 for event in issued), default=100))
     services = EpisodeServices(
         engine=engine,
         sink=sink,
@@ -97,7 +111,7 @@ def begun(
         branch="main",
         run_seed=7,
         source="test",
-        take_index=iter(range(100, 200)).__next__,
+        take_index=free.__next__,
     )
     episode = Episode(trajectory, services)
     if isinstance(sink, Sink):

@@ -368,7 +368,7 @@ class Forgetful(Counting):
             ("ho> ", 9),
             "differs from the recorded one at token 3 .3 recorded from environment, 4 now",
         ),
-        (("ho>", 0), "it ends after 1 turns, where more are recorded"),
+        (("ho>", 0), "it ends where more is recorded"),
     ],
 )
 def test_an_environment_that_does_not_repeat_itself_fails_the_sample(tokenizer, then, match):
