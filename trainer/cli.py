@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ledger.commands.common import add_catalog
 from ledger.errors import InvalidArgument, LedgerError, explain
+from rollout.engines.sglang.arguments import sglang_options, with_sglang_options
 from trainer.launch import RankPlan, RanksNeeded, start_ranks
 from trainer.names_elsewhere import unknown_options
 from trainer.option_values import defaults
@@ -97,14 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    found, rest = parser.parse_known_args(words)
+    try:
+        own, engines = sglang_options(words, parser._option_string_actions.keys())
+    except LedgerError as refused:
+        if claim_failure(2):
+            print(f"ledger-train: {refused}", file=sys.stderr)
+        return 2
+    found, rest = parser.parse_known_args(own)
     if rest:
         # argparse keeps its flags there, and has no other way to ask for them.
         error = unknown_options(rest, parser._option_string_actions.keys())
         if claim_failure(2):
             print(f"ledger-train: {error}", file=sys.stderr)
         return 2
-    given = vars(found)
+    given = with_sglang_options(vars(found), engines)
     as_json, catalog = given.pop("json"), given.pop("catalog")
     try:
         result = run(given, show=not as_json, catalog=catalog)
@@ -227,6 +234,7 @@ def _follow(uri: Any, catalog: str | None) -> dict[str, Any]:
 def _check(values: Mapping[str, Any]) -> None:
     """Refuse what cannot work before anything is written."""
     from rollout.engines import ENGINE_NAMES, create_engine
+    from rollout.engines.sglang.settings import sglang_settings
     from rollout.side import rollout_settings
     from trainer.algorithms.needs import needs_teacher
     from trainer.settings import algorithm_settings, batch_settings
@@ -264,10 +272,13 @@ def _check(values: Mapping[str, Any]) -> None:
                 do="add --dynamic-sampling-filter-path none, or raise --n-samples-per-prompt",
             )
         )
-    here = values["rollout_by"] == "trainer"
-    if values["engine"] not in ENGINE_NAMES or (values["engine"] == "sglang" and here):
-        # Says what is missing, or what the names are.
-        create_engine(values["engine"], values["hf_checkpoint"] or "MODEL")
+    if values["engine"] == "sglang":
+        engines = sglang_settings(values)
+        fresh = values["data"] == "fresh" or values["eval_interval"] is not None
+        if fresh and values["rollout_by"] == "trainer":
+            engines.check_installed()
+    elif values["engine"] not in ENGINE_NAMES:
+        create_engine(values["engine"], "MODEL")  # says what the names are
 
 
 def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ __all__ = ["ELSEWHERE", "unknown_options"]
 
 _ALWAYS = "leave it out: each step measures and records it"
 _KEPT = "leave it out: the ledger keeps every sample, and `ledger show` and `ledger sql` read it"
+_ROUTER = "leave it out: sessions are dealt to engines here; --rollout-engine-urls attaches some"
 _EMBEDDED = "leave it out: the engine is in the trainer's process"
 _TASK = "--task (and --task-options) says where prompts and rewards come from"
 _MIS_FORM = "--use-tis --custom-tis-function-path mis, with --mis-level and --mis-mode"
@@ -34,8 +35,12 @@ ELSEWHERE: Mapping[str, str] = {
     "disable_rollout_global_dataset": "leave --prompt-data out",
     "multimodal_keys": "nothing: prompts are texts",
     "colocate": _EMBEDDED,
-    "rollout_num_gpus": _EMBEDDED,
-    "rollout_num_gpus_per_engine": _EMBEDDED,
+    "prefill_num_servers": "leave it out: start prefill and decode servers with their front, and "
+    "name it in --rollout-engine-urls",
+    "use_slime_router": _ROUTER,
+    "use_fault_tolerance": "leave it out: engines are looked after; --rollout-engine-restarts 0 "
+    "gives a dead one up",
+    "rollout_health_check_first_wait": "--rollout-engine-ready-timeout",
     "save_debug_rollout_data": _KEPT,
     "debug_train_only": "--rollout-by elsewhere, or --from-version K --data recorded",
     "debug_rollout_only": "ledger-rollout --rollout-only",

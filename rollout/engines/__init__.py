@@ -27,7 +27,7 @@ def create_engine(name: str, model_dir: str | Path, **options: Any) -> Engine:
 
         return TransformersEngine(model_dir, **options)
     if name == "sglang":
-        from rollout.engines.sglang import create_sglang_engine
+        from rollout.engines.sglang.create import create_sglang_engine
 
         return create_sglang_engine(model_dir, **options)
     raise InvalidArgument(

@@ -146,7 +146,12 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"engine": "sglang"}, MissingDependency, "pip install sglang"),
+        (
+            {"engine": "sglang", "recompute_logprobs_via_prefill": False},
+            MissingDependency,
+            "pip install sglang",
+        ),
+        ({"engine": "sglang"}, InvalidArgument, "--recompute-logprobs-via-prefill"),
         ({"engine": "vllm"}, InvalidArgument, "transformers, sglang"),
         ({"advantage_estimator": "grp"}, InvalidArgument, "grpo"),
         ({"task": "subtraction"}, InvalidArgument, "addition"),

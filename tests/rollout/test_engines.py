@@ -245,7 +245,7 @@ def test_unknown_engines_are_refused(tmp_path: Path) -> None:
 
 
 def test_sglang_says_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(MissingDependency, match="adapter is not built yet"):
+    with pytest.raises(MissingDependency, match="--rollout-engine-urls"):
         create_engine("sglang", tmp_path)
 
 

@@ -32,6 +32,7 @@ from trainer.options import (
     rewards,
     rollout,
     routing,
+    sglang,
     tracking,
 )
 from trainer.options.megatron import megatron_options, refused_fields
@@ -44,6 +45,7 @@ OPTIONS: tuple[Option, ...] = (
     *checkpoint.OPTIONS,
     *rollout.OPTIONS,
     *engine_weights.OPTIONS,
+    *sglang.OPTIONS,
     *data.OPTIONS,
     *elsewhere.OPTIONS,
     *rewards.OPTIONS,

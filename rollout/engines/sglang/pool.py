@@ -1,0 +1,587 @@
+"""Several SGLang servers as one `AsyncEngine`: sessions stay where their prefix is, a request that
+found no answer is sent again, and a server that died is started again and given its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import uuid
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ledger.errors import Conflict, EngineFailed, LedgerError, explain
+from ledger.events import UNKNOWN_VERSION
+from rollout.engines.sglang.affinity import HashRing
+from rollout.engines.sglang.client import Refused, Unreachable
+from rollout.engines.sglang.member import Member
+from rollout.engines.sglang.model import ModelFacts
+from rollout.engines.sglang.request import wire_rid
+from rollout.protocol import GenerationRequest, GenerationResult, SamplingParams
+
+if TYPE_CHECKING:
+    from ledger.events import WeightsLoaded
+    from ledger.weights import TensorRecord
+
+__all__ = ["PoolSettings", "SGLangPool", "WeightUpdates"]
+
+_log = logging.getLogger(__name__)
+_LONGEST_BACKOFF_S = 15.0
+_STEADY_S = 600.0
+"""An engine that served so long may be started again as often as at first."""
+_AGAIN_S = 1.0
+"""After which an abort is said again: a server forgets one for a request that it has not begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """How requests are tried and servers looked after."""
+
+    attempts: int = 4
+    """Times that a request is sent, the first included, before it fails."""
+    backoff_s: float = 0.5
+    """Before the second attempt; twice as long before each further one."""
+    health_interval_s: float = 30.0
+    health_timeout_s: float = 60.0
+    """After which a server that does not answer counts as hung; twice in a row, and it is ended."""
+    restarts: int = 3
+    """Of one server, before it is given up; an attached one is waited for as often."""
+    patience_s: float = 1800.0
+    """How long a request waits for a server that serves, before it fails."""
+
+
+class WeightUpdates(Protocol):
+    """What brings versions to engines: `rollout.weights.WeightUpdater`. Engines are its own kind of
+    object, made by the pool's `control`."""
+
+    unusable: dict[str, str]
+
+    async def update(
+        self, engines: Sequence[Any], version: int, named: Any
+    ) -> list[TensorRecord]: ...
+
+    def loaded(self) -> list[WeightsLoaded]: ...
+
+    async def release(self, version: int) -> None: ...
+
+    async def restore(self, engine: Any) -> WeightsLoaded | None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A request on its way, however often it is sent."""
+
+    name: str
+    request: GenerationRequest
+    params: SamplingParams
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: tuple[Member, str] | None = None
+    """Where it runs now, and under which name."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SGLangPool:
+    """An `AsyncEngine`. All of one event loop; `start` comes first."""
+
+    name = "sglang"
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        settings: PoolSettings | None = None,
+        *,
+        model: ModelFacts,
+        updates: WeightUpdates | None = None,
+        control: Callable[[Member], Any] | None = None,
+        on_loaded: Callable[[Sequence[WeightsLoaded]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`control` makes, of a member, what `updates` talks to. `on_loaded` stores the event of a
+        server that was started again and given its weights, before it gets traffic."""
+        self._members = list(members)
+        self.model = model
+        self._settings = settings or PoolSettings()
+        self._updates, self._control, self.on_loaded = updates, control, on_loaded
+        self._ring = HashRing([f"engine-{member.number}" for member in members])
+        self._calls: dict[str, _Call] = {}
+        # Servers that are attached may have other clients.
+        self._names = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
+        self._open = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._weights = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._version = UNKNOWN_VERSION
+        self._brought = False
+        self._closed = False
+        self.version = ""
+        """Of SGLang; known after `start`."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The engines, by number."""
+        return self._members
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids at which engines end a response besides those that a request names."""
+        return self.model.end_token_ids
+
+    @property
+    def weight_version(self) -> int:
+        """The version that new requests are served with."""
+        return self._version
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an update waits for its release."""
+        return not self._open.is_set()
+
+    async def start(self) -> None:
+        """Bring all servers up, and look after them from now on.
+
+        Raises:
+            EngineFailed, InvalidArgument: the first server that cannot be used; none is left.
+        """
+        starting = [asyncio.ensure_future(member.start()) for member in self._members]
+        try:
+            await asyncio.gather(*starting)
+            versions = {m.client.server.version for m in self._members if m.client is not None}
+            loaded = {await m.client.weight_version() for m in self._members if m.client}
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.close()
+            raise
+        self.version = ", ".join(sorted(versions))
+        self._version = loaded.pop() if len(loaded) == 1 else UNKNOWN_VERSION
+        for member in self._members:
+            member.serves = True
+            self._spawn(self._look_after(member))
+        self._open.set()
+
+    # Requests.
+
+    def check(self, request: GenerationRequest, params: SamplingParams) -> None:
+        """Raises InvalidArgument for a request that the model cannot take."""
+        for member in self._members:
+            if member.client is not None:
+                member.client.check(request, params)
+                return
+
+    async def generate(
+        self, request: GenerationRequest, params: SamplingParams
+    ) -> GenerationResult:
+        """Continue one sample; see `rollout.protocol.AsyncEngine`.
+
+        Raises also Conflict: the pool is closed, or a request of the same name is running.
+        """
+        self.check(request, params)
+        name = request.request_id or next(self._names)
+        if self._closed or name in self._calls:
+            raise Conflict(
+                explain(
+                    "generating",
+                    on=f"engine {self.name}, request {name}",
+                    expected="an open engine, and a name that no running request has",
+                    found="closed" if self._closed else "the name of a running request",
+                )
+            )
+        call = self._calls[name] = _Call(name, request, params)
+        try:
+            return await self._run(call)
+        finally:
+            call.over.set()
+            del self._calls[name]
+
+    async def _run(self, call: _Call) -> GenerationResult:
+        failures: list[str] = []
+        avoid: Member | None = None
+        for attempt in range(self._settings.attempts):
+            if attempt:
+                wait_s = min(self._settings.backoff_s * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
+                await _either(asyncio.sleep(wait_s), call.aborted.wait())
+            member = await self._place(call, avoid)
+            if member is None:
+                return _nothing(call)
+            try:
+                return await self._ask(member, call, attempt)
+            except Refused as error:
+                if "Duplicate request ID" not in str(error):
+                    raise
+                failures.append(str(error))
+            except EngineFailed as error:
+                failures.append(str(error))
+                if isinstance(error, Unreachable):
+                    member.suspect.set()
+            finally:
+                member.slots.release()
+            avoid = member
+            _log.warning("request %s: attempt %d failed: %s", call.name, attempt + 1, failures[-1])
+        raise EngineFailed(
+            explain(
+                "generating",
+                on=f"request {call.name}",
+                expected=f"an answer within {self._settings.attempts} attempts",
+                found="\n".join(failures),
+            )
+        )
+
+    async def _place(self, call: _Call, avoid: Member | None) -> Member | None:
+        """A place on an engine that takes requests, to be released; None: the call was aborted."""
+        while (member := await self._member_for(call, avoid)) is not None:
+            acquiring = asyncio.ensure_future(member.slots.acquire())
+            waits = [acquiring, asyncio.ensure_future(call.aborted.wait())]
+            waits.append(asyncio.ensure_future(member.gone.wait()))
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                if acquiring.done():
+                    member.slots.release()
+                raise
+            finally:
+                got = acquiring.done()
+                await _ended(*waits)
+            if got and self._open.is_set() and member.serves and not call.aborted.is_set():
+                return member
+            if got:
+                member.slots.release()
+        return None
+
+    async def _member_for(self, call: _Call, avoid: Member | None) -> Member | None:
+        """Where the call goes, once some engine takes requests; None where it was aborted."""
+        key = call.request.session_id or call.name
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._settings.patience_s
+        while not call.aborted.is_set():
+            if not self._open.is_set():
+                # New weights may take as long as they like.
+                deadline = clock() + self._settings.patience_s
+            else:
+                serving = {m.number for m in self._members if m.serves}
+                if avoid is not None and len(serving) > 1:
+                    serving.discard(avoid.number)
+                number = self._ring.owner(key, serving)
+                if number is not None:
+                    return self._members[number]
+            lost = [m.lost for m in self._members if m.lost is not None]
+            left_s = deadline - clock()
+            if self._closed or len(lost) == len(self._members) or left_s <= 0:
+                raise EngineFailed(
+                    explain(
+                        "generating",
+                        on=f"request {call.name}",
+                        expected="an engine that serves",
+                        found="; ".join(lost) or "none" + (": closed" if self._closed else ""),
+                    )
+                )
+            await _either(self._change(left_s), call.aborted.wait())
+        return None
+
+    async def _change(self, timeout_s: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with self._changed:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    async def _tell_change(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _ask(self, member: Member, call: _Call, attempt: int) -> GenerationResult:
+        client = member.client
+        if client is None or not member.serves:
+            raise Unreachable(explain("asking an engine", on=member.address, found="it is gone"))
+        rid = wire_rid(call.name, attempt)
+        call.sent = (member, rid)
+        asking = asyncio.ensure_future(client.generate(call.request, call.params, rid=rid))
+        gone = asyncio.ensure_future(member.gone.wait())
+        try:
+            if call.aborted.is_set():
+                self._spawn(self._abort(call))
+            await asyncio.wait([asking, gone], return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise Unreachable(
+                explain(
+                    "asking an engine",
+                    on=f"request {rid}, engine {client.address}",
+                    found="it was given up while the request ran",
+                )
+            )
+        except (EngineFailed, asyncio.CancelledError):
+            # Nobody listens any more: what still runs there must not go on.
+            if not member.gone.is_set():
+                self._spawn(_quietly(client.abort(rid)))
+            raise
+        finally:
+            call.sent = None
+            await _ended(asking, gone)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests with what they have; see `rollout.protocol.AsyncEngine`."""
+        names = list(self._calls) if request_ids is None else request_ids
+        calls = [self._calls[name] for name in names if name in self._calls]
+        telling = []
+        for call in calls:
+            if not call.aborted.is_set():
+                call.aborted.set()
+                if call.sent is not None:
+                    telling.append(self._spawn(self._abort(call, at_once=request_ids is not None)))
+        if request_ids is None:
+            # Servers of this pool's own have no other requests.
+            own = [m.client for m in self._members if m.is_local and m.client is not None]
+            await asyncio.gather(*(_quietly(client.abort()) for client in own))
+        await asyncio.sleep(0)
+
+    async def _abort(self, call: _Call, *, at_once: bool = True) -> None:
+        """Say it until the request is over."""
+        if call.sent is not None and not at_once and call.sent[0].is_local:
+            await _either(asyncio.sleep(_AGAIN_S), call.over.wait())
+        while not call.over.is_set() and call.sent is not None:
+            member, rid = call.sent
+            if member.client is None:
+                return
+            await _quietly(member.client.abort(rid))
+            await _either(asyncio.sleep(_AGAIN_S), call.over.wait())
+
+    # Weights.
+
+    async def update_weights(
+        self, version: int, named: Iterable[tuple[str, Any]]
+    ) -> list[TensorRecord]:
+        """Bring a version to all engines that serve, which stay paused; see `AsyncEngine`.
+
+        An engine that is being started again gets it before it serves. Raises what `updates`
+        raises; then the old version is served, as it promises.
+        """
+        updates, control = self._weight_updates()
+        self._open.clear()
+        async with self._serving():
+            engines = [control(member) for member in self._members if member.serves]
+            try:
+                records = await updates.update(engines, version, named)
+            except BaseException:
+                self._condemn_unusable()
+                self._open.set()
+                await asyncio.shield(self._tell_change())
+                raise
+            self._condemn_unusable()
+            self._version, self._brought = version, True
+            return records
+
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        """Hold the engines' weights, once an engine serves. Raises EngineFailed where none will."""
+        while True:
+            async with self._weights:
+                if any(member.serves for member in self._members):
+                    yield
+                    return
+            lost = [m.lost for m in self._members if m.lost is not None]
+            if self._closed or len(lost) == len(self._members):
+                self._open.set()
+                raise EngineFailed(
+                    explain(
+                        "updating the weights of engines",
+                        on=f"engine {self.name}",
+                        expected="an engine that serves",
+                        found="; ".join(lost) or "closed",
+                    )
+                )
+            await self._change(self._settings.health_interval_s)
+
+    def loaded(self) -> list[WeightsLoaded]:
+        """The events of the update that waits for `release`: to be stored before it."""
+        return [] if self._updates is None else self._updates.loaded()
+
+    async def release(self, version: int) -> None:
+        """Serve the version that was brought last. Raises Conflict where it is another one."""
+        updates, _ = self._weight_updates()
+        async with self._weights:
+            await updates.release(version)
+            self._condemn_unusable()
+            self._open.set()
+        await self._tell_change()
+
+    def _weight_updates(self) -> tuple[WeightUpdates, Callable[[Member], Any]]:
+        if self._updates is None or self._control is None:
+            raise Conflict(
+                explain(
+                    "updating the weights of engines",
+                    on=f"engine {self.name}",
+                    expected="a way to bring weights to it",
+                    found="an engine that was made for sampling alone",
+                )
+            )
+        return self._updates, self._control
+
+    def _condemn_unusable(self) -> None:
+        """Engines that hold neither the old nor the new version are started again."""
+        if self._updates is None:
+            return
+        for member in self._members:
+            why = self._updates.unusable.get(member.address)
+            if why is not None and member.serves:
+                _log.error("engine %s cannot serve: %s", member.address, why)
+                member.serves = False
+                member.gone.set()
+                member.suspect.set()
+
+    # Servers.
+
+    async def _look_after(self, member: Member) -> None:
+        """Until the pool closes: find out when the engine has died or hangs, and bring it back."""
+        try:
+            while not self._closed and member.lost is None:
+                await self._one_life(member)
+        except Exception as error:
+            _log.exception("engine %s is not looked after any more", member.address)
+            member.serves, member.lost = False, f"{type(error).__name__}: {error}"
+            await self._tell_change()
+
+    async def _one_life(self, member: Member) -> None:
+        settings = self._settings
+        why = await self._trouble(member)
+        if self._closed:
+            return
+        _log.error("engine %s is given up: %s", member.address, why)
+        await member.disconnect()
+        if asyncio.get_running_loop().time() - member.served_from > _STEADY_S:
+            member.restarts = 0
+        while member.restarts < settings.restarts and not member.serves:
+            member.restarts += 1
+            try:
+                await self._bring_back(member)
+            except LedgerError as error:
+                why = str(error)
+                _log.error("engine %d was not brought back: %s", member.number, error)
+                await member.close()
+                wait_s = settings.health_interval_s if member.url else settings.backoff_s
+                await asyncio.sleep(wait_s)
+        if not member.serves:
+            member.lost = why
+        await self._tell_change()
+
+    async def _trouble(self, member: Member) -> str:
+        """Return, with the reason, when the engine cannot be used any more."""
+        settings, missed = self._settings, 0
+        process = member.process
+        ended = asyncio.ensure_future(process.wait() if process else asyncio.Event().wait())
+        try:
+            while True:
+                if missed == 0:
+                    asleep = asyncio.ensure_future(asyncio.sleep(settings.health_interval_s))
+                    suspect = asyncio.ensure_future(member.suspect.wait())
+                    await asyncio.wait(
+                        [ended, asleep, suspect], return_when=asyncio.FIRST_COMPLETED
+                    )
+                    await _ended(asleep, suspect)
+                member.suspect.clear()
+                if ended.done():
+                    return f"its server ended: {ended.result()}"
+                client = member.client
+                if client is None or member.gone.is_set():
+                    return "it holds no version that may be served"
+                try:
+                    # A paused engine answers, but runs nothing.
+                    busy = self._weights.locked() or self.is_paused
+                    await client.health(generate=not busy, timeout_s=settings.health_timeout_s)
+                    missed = 0
+                except EngineFailed as error:
+                    missed += 1
+                    if ended.done():
+                        return f"its server ended: {ended.result()}"
+                    if missed == 2:
+                        return str(error)
+                    await asyncio.wait([ended], timeout=min(1.0, settings.backoff_s))
+        finally:
+            await _ended(ended)
+
+    async def _bring_back(self, member: Member) -> None:
+        """Start an engine again, and give it the version that the others serve, before traffic."""
+        await member.start()
+        async with self._weights:
+            if self._brought and self._updates is not None and self._control is not None:
+                event = await self._updates.restore(self._control(member))
+                if event is not None and self.on_loaded is not None:
+                    await self.on_loaded([event])
+            member.serves = True
+            member.served_from = asyncio.get_running_loop().time()
+        _log.warning("engine %s is back", member.address)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End the servers that this pool started; requests that still run raise EngineFailed."""
+        self._closed = True
+        await self._tell_change()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(member.close() for member in self._members))
+
+    def describe(self) -> Mapping[str, Any]:
+        """Addresses, process ids and logs, for a person or a log."""
+        return {
+            str(m.number): {
+                "address": m.address,
+                "pid": None if m.process is None else m.process.pid,
+                "log": None if m.process is None else str(m.process.plan.log),
+            }
+            for m in self._members
+        }
+
+
+async def _either(first: Coroutine[Any, Any, Any], second: Coroutine[Any, Any, Any]) -> bool:
+    """Wait for the first of two; whether it was `first`. What it did is kept where both end."""
+    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        await _ended(*tasks)
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _quietly(work: Awaitable[None]) -> None:
+    """An abort of what may be gone already."""
+    with contextlib.suppress(EngineFailed):
+        await work
+
+
+def _nothing(call: _Call) -> GenerationResult:
+    """The answer to a request that was aborted before an engine began it."""
+    return GenerationResult(
+        index=call.request.index,
+        tokens=np.zeros(0, np.int32),
+        log_probs=np.zeros(0, np.float32),
+        sampler_log_probs=None,
+        logprob_mode="processed" if call.params.keeps_sets else "full",
+        logprob_temperature=call.params.logprob_temperature,
+        finish_reason="abort",
+        span_starts=np.zeros(0, np.int32),
+        span_ends=np.zeros(0, np.int32),
+        span_versions=np.zeros(0, np.int64),
+        request_id=call.name,
+    )
