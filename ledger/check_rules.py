@@ -347,6 +347,23 @@ _IV = (
         "  ON l.weight_version = w.weight_version WHERE l.root <> w.root",
     ),
     Rule(
+        "III",
+        "segment_generated",
+        "SELECT s.branch, s.seq, s.index,"
+        " format('sampled by version {} on engine {}, which had not taken it by then',"
+        " s.version, s.engine_address) AS what\n"
+        "FROM (\n"
+        "  SELECT g.branch, g.seq, g.index, g.engine_address,\n"
+        "         unnest(list_distinct(g.span_versions)) AS version\n"
+        "  FROM segment_generated AS g\n"
+        "  WHERE g.engine_address IN (SELECT engine_address FROM weights_loaded)\n"
+        ") AS s LEFT JOIN (\n"
+        "  SELECT engine_address, weight_version, min(seq) AS seq\n"
+        "  FROM weights_loaded GROUP BY engine_address, weight_version\n"
+        ") AS l ON s.engine_address = l.engine_address AND s.version = l.weight_version\n"
+        "WHERE s.version <> -1 AND (l.seq IS NULL OR l.seq > s.seq)",
+    ),
+    Rule(
         "IV",
         "checkpoint_saved",
         "SELECT c.branch, c.seq, NULL::BIGINT AS index,"

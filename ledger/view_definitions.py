@@ -330,6 +330,23 @@ _ALL = (
         ),
     ),
     View(
+        "engine_weights",
+        "One row an engine and weight version that it took: how, how long it took, and how much "
+        "of the version was sent.",
+        "SELECT e.*, CASE WHEN e.base_version IS NULL THEN 'full' ELSE 'delta' END AS mode,\n"
+        "       e.sent_bytes / nullif(w.size_bytes, 0) AS sent_share,\n"
+        "       e.pause_time_s + e.transfer_time_s + e.check_time_s AS time_s\n"
+        "FROM weights_loaded AS e LEFT JOIN weights_published AS w\n"
+        "  ON e.weight_version = w.weight_version",
+        ("weights_loaded", "weights_published"),
+        event_columns("weights_loaded")
+        + _made(
+            mode="'full', or 'delta' where only tensors that differ from base_version were sent.",
+            sent_share="Bytes that were sent, as a share of the version's.",
+            time_s="Seconds from the pause to the end of the comparison.",
+        ),
+    ),
+    View(
         "tokens",
         "One row a token of a trajectory. Columns of the trainer are those of the last step that "
         "trained the sample; trained_tokens has all steps.",

@@ -56,7 +56,7 @@ def double(kind: str, row: int) -> Callable[[dict[str, pa.Table]], None]:
     return change
 
 
-def add_loaded(root: bytes) -> Callable[[dict[str, pa.Table]], None]:
+def add_loaded(root: bytes, seq: int = 1000) -> Callable[[dict[str, pa.Table]], None]:
     """An engine took version 1, which it says has this root."""
 
     def change(tables: dict[str, pa.Table]) -> None:
@@ -78,7 +78,19 @@ def add_loaded(root: bytes) -> Callable[[dict[str, pa.Table]], None]:
             reason="published",
             cache_flushed=True,
         )
-        tables["weights_loaded"] = table_of("weights_loaded", [("main", 1000, taken)])
+        tables["weights_loaded"] = table_of("weights_loaded", [("main", seq, taken)])
+
+    return change
+
+
+def sampled_on(engine: str, taken_at: int) -> Callable[[dict[str, pa.Table]], None]:
+    """Segment 0 was sampled on an engine by version 1, which http://a took at a seq."""
+
+    def change(tables: dict[str, pa.Table]) -> None:
+        published = tables["weights_published"].to_pylist()
+        [root] = [row["root"] for row in published if row["weight_version"] == 1]
+        add_loaded(root, taken_at)(tables)
+        forge("segment_generated", 0, engine_address=engine, span_versions=lambda v: [1])(tables)
 
     return change
 
@@ -214,6 +226,10 @@ CASES = {
         add_loaded(digest("other")),
         ("IV", "weights_loaded", None, "version 1: what engine http://a took"),
     ),
+    "a segment of an engine that had not taken its version": (
+        sampled_on("http://a", taken_at=1000),
+        ("III", "segment_generated", 0, "on engine http://a, which had not taken it by then"),
+    ),
     "a step whose version was never published": (
         forge("weights_published", 1, parent_version=7),
         ("III", "step_committed", None, "never published"),
@@ -257,6 +273,16 @@ def test_the_story_has_no_violation(story_ledger: Ledger) -> None:
     for branch in (None, "main", "rloo"):
         report = check_ledger(story_ledger.reader(RUN, branch))
         assert report.ok, report.findings
+
+
+@pytest.mark.parametrize(("engine", "taken_at"), [("http://a", 0), ("http://b", 1000)])
+def test_a_segment_may_come_from_an_engine_that_had_its_version_or_is_not_in_the_events(
+    engine: str, taken_at: int
+) -> None:
+    tables = story_tables()
+    sampled_on(engine, taken_at)(tables)
+    found = check_ledger(MemoryReader(tables), invariants=["III"]).findings
+    assert not [one for one in found if "had not taken it" in one.what]
 
 
 def test_an_empty_ledger_has_no_violation() -> None:

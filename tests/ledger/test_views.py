@@ -50,6 +50,7 @@ def memory(*events: Event) -> MemoryReader:
 NOT_IN_THE_STORY = (
     "indexer_recorded",
     "weights_loaded",
+    "engine_weights",
     "eval_scored",
     "gap_recorded",
     "rows_retired",
