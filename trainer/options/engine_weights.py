@@ -41,8 +41,8 @@ OPTIONS: tuple[Option, ...] = (
         str,
         None,
         "folder that weights are written to for engines, which see it under the same path; "
-        "default: a temporary one, for engines on this host; with --rollout-by elsewhere inside the "
-        "ledger",
+        "default: a temporary one, for engines on this host; with --rollout-by elsewhere inside "
+        "the ledger",
     ),
     place(
         "update_weight_disk_keep_files",
