@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ledger.fields import Event
 from rollout.buffer import DataBuffer
-from rollout.protocol import AsyncEngine, GenerationRequest, GenerationResult, SamplingParams
+from rollout.protocol import (
+    AsyncEngine,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    nothing_sampled,
+)
 from rollout.sink import Appender
 
 if TYPE_CHECKING:
@@ -57,7 +61,7 @@ class GatedEngine:
                 del self._waiting[request.request_id]
                 waiting.cancel()
             if not self._open.is_set():
-                return _nothing(request, params)
+                return nothing_sampled(request, params)
         return await self._engine.generate(request, params)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -86,22 +90,6 @@ class GatedEngine:
     async def close(self) -> None:
         """As `AsyncEngine.close`."""
         await self._engine.close()
-
-
-def _nothing(request: GenerationRequest, params: SamplingParams) -> GenerationResult:
-    """The answer to a request that was aborted before it was sent."""
-    return GenerationResult(
-        index=request.index,
-        tokens=np.zeros(0, np.int32),
-        log_probs=np.zeros(0, np.float32),
-        sampler_log_probs=None,
-        logprob_mode=params.logprob_mode,
-        logprob_temperature=params.logprob_temperature,
-        finish_reason="abort",
-        span_starts=np.zeros(0, np.int32),
-        span_ends=np.zeros(0, np.int32),
-        span_versions=np.zeros(0, np.int64),
-    )
 
 
 class BufferedSink:

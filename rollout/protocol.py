@@ -25,6 +25,7 @@ __all__ = [
     "GenerationResult",
     "SamplingParams",
     "check_request",
+    "nothing_sampled",
 ]
 
 
@@ -284,3 +285,22 @@ def check_request(
                 found=request.seed,
             )
         )
+
+
+def nothing_sampled(
+    request: GenerationRequest, params: SamplingParams, *, request_id: str | None = None
+) -> GenerationResult:
+    """The answer to a request that was aborted before its first token."""
+    return GenerationResult(
+        index=request.index,
+        tokens=np.zeros(0, np.int32),
+        log_probs=np.zeros(0, np.float32),
+        sampler_log_probs=None,
+        logprob_mode="processed" if params.keeps_sets else "full",
+        logprob_temperature=params.logprob_temperature,
+        finish_reason="abort",
+        span_starts=np.zeros(0, np.int32),
+        span_ends=np.zeros(0, np.int32),
+        span_versions=np.zeros(0, np.int64),
+        request_id=request.request_id if request_id is None else request_id,
+    )

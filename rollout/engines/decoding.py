@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,13 @@ def decode_batch(
     *,
     pad_token_id: int,
     recorder: RoutingRecorder | None,
+    aborted: Callable[[int], bool] | None = None,
 ) -> list[Decoded]:
-    """Sample all requests together: left-padded, one cache, each row until its own end."""
+    """Sample all requests together: left-padded, one cache, each row until its own end.
+
+    `aborted(row)` is asked between tokens: a row of which it is true ends with what it has, perhaps
+    nothing, and finish reason 'abort'.
+    """
     device = model.device
     B, P, R = len(requests), max(len(r.tokens) for r in requests), params.max_new_tokens
     lengths = np.array([len(r.tokens) for r in requests], dtype=np.int64)
@@ -95,12 +100,19 @@ def decode_batch(
     tokens = np.zeros((B, R), dtype=np.int32)
     log_probs = np.zeros((B, R), dtype=np.float32)
     new = np.full(B, R, dtype=np.int64)
-    done = np.zeros(B, dtype=bool)
+    done, cut = np.zeros(B, dtype=bool), np.zeros(B, dtype=bool)
     ids: list[ExpertIds] = []
     weights: list[npt.NDArray[np.float32]] = []
     kept: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(B)]
     cache_name, cache = _cache_name(model), None
     for t in range(R):
+        if aborted is not None:
+            told = ~done & np.array([aborted(row) for row in range(B)])
+            new[told] = t
+            cut |= told
+            done |= told
+            if done.all():
+                break
         output = model(
             input_ids=fed_BT,
             attention_mask=mask_BT[firsts, :P] if cache is None else mask_BT[:, : P + t],
@@ -159,7 +171,7 @@ def decode_batch(
         Decoded(
             tokens=tokens[row, : new[row]].copy(),
             log_probs=log_probs[row, : new[row]].copy(),
-            finish_reason="stop" if done[row] else "length",
+            finish_reason="abort" if cut[row] else "stop" if done[row] else "length",
             expert_ids=rows_of(stitched_ids, row),
             expert_weights=rows_of(stitched_weights, row),
             kept=kept[row][: new[row]] if params.keeps_sets else None,

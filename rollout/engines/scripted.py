@@ -68,9 +68,13 @@ class ScriptedEngine:
         return self._weight_version
 
     def generate(
-        self, requests: Sequence[GenerationRequest], params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        *,
+        aborted: Callable[[int], bool] | None = None,
     ) -> list[GenerationResult]:
-        """Answer from the script; see `rollout.protocol.Engine`."""
+        """Answer from the script; see `rollout.protocol.Engine`. Aborts come too late for it."""
         for request in requests:
             check_request(
                 request, params, vocab_size=self.vocab_size, max_positions=self.max_positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,9 +113,17 @@ class TransformersEngine:
         return self._weight_version
 
     def generate(
-        self, requests: Sequence[GenerationRequest], params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        *,
+        aborted: Callable[[int], bool] | None = None,
     ) -> list[GenerationResult]:
-        """Continue every request; see `rollout.protocol.Engine`."""
+        """Continue every request; see `rollout.protocol.Engine`.
+
+        `aborted(i)` is asked between tokens, from the calling thread: where it is true, request
+        number i ends with what it has, and finish reason 'abort'.
+        """
         for request in requests:
             check_request(
                 request, params, vocab_size=self.vocab_size, max_positions=self.max_positions
@@ -136,7 +144,7 @@ class TransformersEngine:
             shapes: list[tuple[int, int]] = []
             for first in range(0, len(requests), self._max_batch_rows):
                 chunk = requests[first : first + self._max_batch_rows]
-                part = self._decode(chunk, params)
+                part = self._decode(chunk, params, first, aborted)
                 width = max(len(r.tokens) for r in chunk) + max(len(d.tokens) for d in part)
                 decoded += part
                 shapes += [(len(chunk), width)] * len(chunk)
@@ -168,7 +176,13 @@ class TransformersEngine:
             for i, request in enumerate(requests)
         ]
 
-    def _decode(self, chunk: Sequence[GenerationRequest], params: SamplingParams) -> list[Decoded]:
+    def _decode(
+        self,
+        chunk: Sequence[GenerationRequest],
+        params: SamplingParams,
+        first: int,
+        aborted: Callable[[int], bool] | None,
+    ) -> list[Decoded]:
         with self._recorder.recording() if self._recorder else contextlib.nullcontext():
             return decode_batch(
                 self._model,
@@ -176,6 +190,7 @@ class TransformersEngine:
                 params,
                 pad_token_id=self._pad_token_id,
                 recorder=self._recorder,
+                aborted=None if aborted is None else lambda row: aborted(first + row),
             )
 
     def _score(
@@ -211,25 +226,31 @@ class TransformersEngine:
         params: SamplingParams,
         time_s: float,
     ) -> GenerationResult:
-        new = len(decoded.tokens)
+        new, start = len(decoded.tokens), request.routing_start
         routing: Decoded | Scored = decoded if scored is None else scored
         return GenerationResult(
             index=request.index,
             tokens=decoded.tokens,
-            log_probs=decoded.log_probs if scored is None else scored.log_probs[-new:],
+            log_probs=decoded.log_probs
+            if scored is None
+            else scored.log_probs[len(scored.log_probs) - new :],
             sampler_log_probs=None if scored is None else decoded.log_probs,
             logprob_mode="processed" if params.keeps_sets else "full",
             logprob_temperature=params.logprob_temperature,
-            top_p_token_ids=None if decoded.kept is None else np.concatenate(decoded.kept),
+            top_p_token_ids=None
+            if decoded.kept is None
+            else np.concatenate([np.zeros(0, np.int32), *decoded.kept]),
             top_p_token_offsets=None
             if decoded.kept is None
             else np.cumsum([0, *(len(ids) for ids in decoded.kept)], dtype=np.int32),
             finish_reason=decoded.finish_reason,
-            span_starts=np.array([0], dtype=np.int32),
-            span_ends=np.array([new], dtype=np.int32),
-            span_versions=np.array([self._weight_version], dtype=np.int64),
-            expert_ids=routing.expert_ids,
-            expert_weights=routing.expert_weights,
+            span_starts=np.array([0][:new], dtype=np.int32),
+            span_ends=np.array([new][:new], dtype=np.int32),
+            span_versions=np.array([self._weight_version][:new], dtype=np.int64),
+            expert_ids=None if routing.expert_ids is None else routing.expert_ids[start:],
+            expert_weights=None
+            if routing.expert_weights is None
+            else routing.expert_weights[start:],
             num_experts=self.num_experts,
             batch_rows=shape[0],
             batch_width=shape[1],

@@ -21,8 +21,6 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from ledger.errors import Conflict, EngineFailed, LedgerError, explain
 from ledger.events import UNKNOWN_VERSION
 from rollout.engines.sglang.affinity import HashRing
@@ -30,7 +28,12 @@ from rollout.engines.sglang.client import Refused, Unreachable
 from rollout.engines.sglang.member import Member
 from rollout.engines.sglang.model import ModelFacts
 from rollout.engines.sglang.request import wire_rid
-from rollout.protocol import GenerationRequest, GenerationResult, SamplingParams
+from rollout.protocol import (
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    nothing_sampled,
+)
 
 if TYPE_CHECKING:
     from ledger.events import WeightsLoaded
@@ -215,7 +218,7 @@ class SGLangPool:
                 await _either(asyncio.sleep(wait_s), call.aborted.wait())
             member = await self._place(call, avoid)
             if member is None:
-                return _nothing(call)
+                return nothing_sampled(call.request, call.params, request_id=call.name)
             try:
                 return await self._ask(member, call, attempt)
             except Refused as error:
@@ -568,20 +571,3 @@ async def _quietly(work: Awaitable[None]) -> None:
     """An abort of what may be gone already."""
     with contextlib.suppress(EngineFailed):
         await work
-
-
-def _nothing(call: _Call) -> GenerationResult:
-    """The answer to a request that was aborted before an engine began it."""
-    return GenerationResult(
-        index=call.request.index,
-        tokens=np.zeros(0, np.int32),
-        log_probs=np.zeros(0, np.float32),
-        sampler_log_probs=None,
-        logprob_mode="processed" if call.params.keeps_sets else "full",
-        logprob_temperature=call.params.logprob_temperature,
-        finish_reason="abort",
-        span_starts=np.zeros(0, np.int32),
-        span_ends=np.zeros(0, np.int32),
-        span_versions=np.zeros(0, np.int64),
-        request_id=call.name,
-    )
