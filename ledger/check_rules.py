@@ -241,6 +241,22 @@ _II = (
         )
         for kind in ("segment_generated", "sample_scored", "sample_decided")
     ),
+    Rule(
+        "II",
+        "prompt_issued",
+        "SELECT s.branch, s.seq, s.index,"
+        " format('begun as a sibling of sample {} in rollout {} and group {}; that sample is {}',"
+        " s.parent_index, s.rollout_id, s.group_index, CASE WHEN p.index IS NULL THEN"
+        " 'not issued before it' ELSE format('of rollout {} and group {}', p.rollout_id,"
+        " p.group_index) END) AS what\n"
+        "FROM (SELECT i.branch, i.seq, i.parent_index, i.group_index, unnest(i.indices) AS index,\n"
+        "        unnest(i.rollout_ids) AS rollout_id\n"
+        "  FROM prompt_issued AS i WHERE i.parent_index IS NOT NULL) AS s\n"
+        "LEFT JOIN (SELECT i.seq, i.group_index, unnest(i.indices) AS index,\n"
+        "        unnest(i.rollout_ids) AS rollout_id FROM prompt_issued AS i) AS p\n"
+        "  ON s.parent_index = p.index AND p.seq < s.seq\n"
+        "WHERE p.index IS NULL OR p.rollout_id <> s.rollout_id OR p.group_index <> s.group_index",
+    ),
 )
 
 _III = (
@@ -384,6 +400,20 @@ _ONCE = (
         "FROM consumption AS c\n"
         "JOIN step_committed AS e ON c.branch = e.branch AND c.step = e.step\n"
         "GROUP BY c.branch, c.index HAVING count(*) > 1",
+    ),
+    Rule(
+        "once",
+        "step_committed",
+        "SELECT c.branch, max(e.seq) AS seq, max(c.index) AS index,"
+        " format('samples of rollout {} trained in several steps of one branch, so its reward"
+        " counted more than once: {}', i.rollout_id,"
+        " list_sort(list(DISTINCT c.step))::VARCHAR) AS what\n"
+        "FROM consumption AS c\n"
+        "JOIN step_committed AS e ON c.branch = e.branch AND c.step = e.step\n"
+        "JOIN (SELECT unnest(p.indices) AS index, unnest(p.rollout_ids) AS rollout_id\n"
+        "      FROM prompt_issued AS p) AS i ON c.index = i.index\n"
+        "GROUP BY c.branch, i.rollout_id\n"
+        "HAVING count(DISTINCT c.step) > 1 AND count(DISTINCT c.index) > 1",
     ),
 )
 

@@ -33,7 +33,8 @@ def read_trajectory(
 ) -> dict[str, Any]:
     """Everything about one sample: its row in `samples`, its pieces, tokens, scores and decisions.
 
-    Keys: sample, prompt, pieces, tokens, scores, decisions, trained (steps in order). The tokens
+    Keys: sample, prompt, siblings, pieces, tokens, scores, decisions, trained (steps in order).
+    Siblings are the other samples of its rollout, each with the sample that it began in. The tokens
     carry the trainer's numbers of the last step. With `token_text` each token has a text, and each
     segment the text of its spans of one version. Raises NotFound where no prompt was issued for
     `index`.
@@ -109,6 +110,14 @@ def _read(used: Session, index: int, whole: TableSource) -> dict[str, Any]:
             "SELECT p.text, p.tokens, p.label, p.source, p.source_row FROM prompts AS p "
             "WHERE list_contains(p.indices, $1)"
         )[0],
+        "siblings": ask(
+            "SELECT p.index, p.parent_index, p.tokens AS prompt_length FROM (\n"
+            "  SELECT unnest(i.indices) AS index, unnest(i.rollout_ids) AS rollout_id,\n"
+            "         i.parent_index, len(i.tokens) AS tokens FROM prompt_issued AS i) AS p\n"
+            "JOIN (SELECT s.rollout_id FROM samples AS s WHERE s.index = $1) AS o\n"
+            "  ON p.rollout_id = o.rollout_id\n"
+            "WHERE p.index <> $1 ORDER BY p.index"
+        ),
         "pieces": ask(
             "SELECT 'segment' AS piece, s.segment, s.turn, s.start, s.length,\n"
             "       'sampled' AS source, NULL AS text, s.span_starts, s.span_ends,\n"
@@ -155,12 +164,18 @@ def draw_trajectory(found: dict[str, Any]) -> Group:
         f"  branch {sample['branch']}",
         style="not bold",
     )
-    parts: list[Any] = [head, *_fates(found), Text(), Text("prompt", style="bold")]
-    parts.append(_indented(found["prompt"]["text"]))
+    parts: list[Any] = [head, *_kin(found), *_fates(found), Text()]
+    parts += [Text("prompt", style="bold"), _indented(found["prompt"]["text"])]
+    turn, before = None, None
     for piece in found["pieces"]:
-        parts.append(_piece_line(piece))
+        if piece["turn"] != turn:
+            turn = piece["turn"]
+            parts.append(Text(f"turn {turn}", style="bold"))
+        parts.append(_piece_line(piece, before))
+        if piece["piece"] == "segment":
+            before = piece
         if piece["text"] is not None:
-            parts.append(_indented(piece["text"]))
+            parts.append(_indented(piece["text"], "    "))
         if "span_texts" in piece:
             parts.append(_spans(piece))
     text = next((s["response_text"] for s in reversed(found["scores"]) if s["response_text"]), None)
@@ -206,12 +221,30 @@ def _has_signal(found: dict[str, Any], step: dict[str, Any]) -> bool:
     return {"branch": step["branch"], "step": step["step"]} in found["signals"]
 
 
-def _piece_line(piece: dict[str, Any]) -> Text:
-    line = Text(f"turn {piece['turn']}  {piece['piece']}", style="bold")
-    line.append(f"  {piece['length']} tokens", style="not bold")
+_PARAMETERS = ("temperature", "top_p", "top_k", "logprob_mode", "engine")
+
+
+def _kin(found: dict[str, Any]) -> list[Text]:
+    """The other samples of the rollout, where there are any."""
+    parent = found["sample"]["parent_index"]
+    lines = [] if parent is None else [Text(f"  began in the episode of sample {parent}")]
+    kin = [
+        f"{one['index']}"
+        + ("" if one["parent_index"] is None else f" (began in {one['parent_index']})")
+        for one in found["siblings"]
+    ]
+    if kin:
+        lines.append(Text(f"  the same rollout, one reward: samples {', '.join(kin)}"))
+    return lines
+
+
+def _piece_line(piece: dict[str, Any], before: dict[str, Any] | None) -> Text:
+    """One piece; sampling parameters only where they are not those of the segment `before`."""
+    end = piece["start"] + piece["length"]
+    where = f", {piece['length']} tokens at {piece['start']} to {end}"
     if piece["piece"] == "observation":
-        line.append(f" from {piece['source']}", style="not bold")
-        return line
+        return Text(f"  {piece['source']}{where}")
+    line = Text(f"  sampled{where}")
     for start, end, version in zip(
         piece["span_starts"], piece["span_ends"], piece["span_versions"], strict=True
     ):
@@ -219,20 +252,21 @@ def _piece_line(piece: dict[str, Any]) -> Text:
         known = version if version >= 0 else None
         label = "unknown version" if known is None else f"version {version}"
         line.append(f"[{start}:{end}] {label}", style=_version_style(known))
-    line.append(
-        f"  {piece['finish_reason']}  temperature {piece['temperature']:g}  top_p "
-        f"{piece['top_p']:g}  top_k {piece['top_k']}  seed {piece['sampling_seed']}"
-        f"  log-probs {piece['logprob_mode']}  {piece['engine']}",
-        style="not bold dim",
-    )
+    line.append(f"  {piece['finish_reason']}  seed {piece['sampling_seed']}", style="dim")
+    if before is None or any(piece[name] != before[name] for name in _PARAMETERS):
+        line.append(
+            f"  temperature {piece['temperature']:g}  top_p {piece['top_p']:g}  top_k "
+            f"{piece['top_k']}  log-probs {piece['logprob_mode']}  {piece['engine']}",
+            style="dim",
+        )
     return line
 
 
 def _spans(piece: dict[str, Any]) -> Text:
     """The text of a segment, each version in its colour."""
-    made = Text("  ")
+    made = Text("    ")
     for text, version in zip(piece["span_texts"], piece["span_versions"], strict=True):
-        lines = "\n  ".join(printable(line) for line in text.split("\n"))
+        lines = "\n    ".join(printable(line) for line in text.split("\n"))
         made.append(lines, style=_version_style(version if version >= 0 else None))
     return made
 
@@ -279,7 +313,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6f}"
 
 
-def _indented(text: str) -> Text:
+def _indented(text: str, by: str = "  ") -> Text:
     # A model's text may hold anything: control characters must not reach the terminal.
-    lines = ["  " + printable(line) for line in text.splitlines()]
-    return Text("\n".join(lines) or "  (empty)")
+    lines = [by + printable(line) for line in text.splitlines()]
+    return Text("\n".join(lines) or by + "(empty)")

@@ -236,6 +236,7 @@ _ALL = (
         + _SAMPLE
         + _made(
             round="0, then 1, 2, … where a filter made the step ask for more prompts.",
+            parent_index=_passed("prompt_issued", "parent_index")[0].doc,
             prompt_text="The prompt as text.",
             label="What the verifier compares with.",
             prompt_length="Tokens of the prompt.",
@@ -267,7 +268,8 @@ _ALL = (
         + _passed("prompt_issued", "group_index", "rollout_step", "round", "text", "label")
         + _passed("prompt_issued", "source", "source_row")
         + _made(
-            size="Samples issued.",
+            size="Samples issued with the prompt.",
+            siblings="Samples that began in their episodes besides.",
             rollouts="Rollouts that have a reward.",
             reward_mean="Mean reward over rollouts.",
             reward_std="Deviation, unbiased; NULL below two rewards, NaN if one is not finite.",

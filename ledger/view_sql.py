@@ -138,7 +138,7 @@ FROM (SELECT e.run_id, e.branch, e.step, e.rollout_step, e.weight_version_in,
 
 SAMPLES = """
 SELECT p.run_id, p.branch, p.index, p.rollout_id, p.group_index, p.rollout_step, p.round,
-       p.text AS prompt_text, p.label, p.prompt_length,
+       p.parent_index, p.text AS prompt_text, p.label, p.prompt_length,
        coalesce(g.sampled_tokens, 0) + coalesce(o.observed_tokens, 0) AS response_length,
        coalesce(g.sampled_tokens, 0) AS sampled_tokens,
        coalesce(g.segments, 0) AS segments,
@@ -149,7 +149,8 @@ SELECT p.run_id, p.branch, p.index, p.rollout_id, p.group_index, p.rollout_step,
        c.step AS trained_step, c.branch AS trained_branch,
        coalesce(c.times_trained, 0) AS times_trained
 FROM (SELECT i.run_id, i.branch, unnest(i.indices) AS index, unnest(i.rollout_ids) AS rollout_id,
-             i.group_index, i.rollout_step, i.round, len(i.tokens) AS prompt_length, i.text, i.label
+             i.group_index, i.rollout_step, i.round, i.parent_index,
+             len(i.tokens) AS prompt_length, i.text, i.label
       FROM prompt_issued AS i) AS p
 LEFT JOIN (
   SELECT s.index, sum(len(s.tokens))::BIGINT AS sampled_tokens, count(*) AS segments,
@@ -175,14 +176,18 @@ LEFT JOIN (
 # added up in order of rollout_id: the same question gives the same bits.
 GROUPS = """
 SELECT p.run_id, p.branch, p.group_index, p.rollout_step, p.round, p.text, p.label, p.source,
-       p.source_row, len(p.indices) AS size,
+       p.source_row, len(p.indices) AS size, coalesce(b.siblings, 0) AS siblings,
        coalesce(r.rollouts, 0) AS rollouts, r.reward_mean,
        CASE WHEN r.finite THEN r.reward_std ELSE 'nan'::DOUBLE END AS reward_std,
        r.reward_min, r.reward_max,
        CASE WHEN r.finite THEN r.reward_max - r.reward_min = 0
             WHEN r.rollouts > 0 THEN false END AS zero_variance,
        coalesce(d.kept, 0) AS kept, coalesce(d.dropped, 0) AS dropped
-FROM prompt_issued AS p
+FROM (SELECT i.* FROM prompt_issued AS i WHERE i.parent_index IS NULL) AS p
+LEFT JOIN (
+  SELECT i.group_index, sum(len(i.indices))::BIGINT AS siblings
+  FROM prompt_issued AS i WHERE i.parent_index IS NOT NULL GROUP BY i.group_index) AS b
+  ON p.group_index = b.group_index
 LEFT JOIN (
   SELECT x.group_index, count(*) AS rollouts, avg(x.reward ORDER BY x.rollout_id) AS reward_mean,
          stddev_samp(x.reward ORDER BY x.rollout_id) FILTER (isfinite(x.reward)) AS reward_std,

@@ -15,7 +15,16 @@ from ledger import Ledger
 from ledger.check import check_ledger
 from ledger.events import WeightsLoaded
 from ledger.retention import Rule, apply_retention, plan_retention
-from tests.ledger.factory import RUN, MemoryReader, digest, story_tables, table_of, write_story
+from tests.ledger.factory import (
+    RUN,
+    MemoryReader,
+    digest,
+    longs,
+    prompt,
+    story_tables,
+    table_of,
+    write_story,
+)
 
 
 def forge(kind: str, row: int, **values: Any) -> Callable[[dict[str, pa.Table]], None]:
@@ -91,6 +100,31 @@ def sampled_on(engine: str, taken_at: int) -> Callable[[dict[str, pa.Table]], No
         [root] = [row["root"] for row in published if row["weight_version"] == 1]
         add_loaded(root, taken_at)(tables)
         forge("segment_generated", 0, engine_address=engine, span_versions=lambda v: [1])(tables)
+
+    return change
+
+
+def add_sibling(**values: Any) -> Callable[[dict[str, pa.Table]], None]:
+    """Sample 50 began in the episode of sample 10."""
+
+    def change(tables: dict[str, pa.Table]) -> None:
+        fields = {
+            "indices": longs(50),
+            "rollout_ids": longs(10),
+            "group_index": 2,
+            "parent_index": 10,
+        }
+        began = dataclasses.replace(prompt(2, 0), **(fields | values))
+        added = table_of("prompt_issued", [("main", 1000, began)])
+        tables["prompt_issued"] = pa.concat_tables([tables["prompt_issued"], added])
+
+    return change
+
+
+def both(*changes: Any) -> Callable[[dict[str, pa.Table]], None]:
+    def change(tables: dict[str, pa.Table]) -> None:
+        for one in changes:
+            one(tables)
 
     return change
 
@@ -202,6 +236,18 @@ CASES = {
         forge("sample_scored", 1, rollout_id=7),
         ("II", "sample_scored", 0, "rollout 7"),
     ),
+    "a sibling of another rollout": (
+        add_sibling(rollout_ids=longs(11)),
+        ("II", "prompt_issued", 50, "that sample is of rollout 10 and group 2"),
+    ),
+    "a sibling of another group": (
+        add_sibling(group_index=3),
+        ("II", "prompt_issued", 50, "sibling of sample 10 in rollout 10 and group 3"),
+    ),
+    "a sibling of nobody": (
+        add_sibling(parent_index=77),
+        ("II", "prompt_issued", 50, "not issued before it"),
+    ),
     "spans with a hole": (
         forge("segment_generated", 16, span_starts=[0, 3]),
         ("III", "segment_generated", 12, "do not cover"),
@@ -266,6 +312,13 @@ CASES = {
         forge("step_committed", 1, indices=[0, 13, 14, 15]),
         ("once", "step_committed", 0, "trained 2 times"),
     ),
+    "siblings that were trained in two steps": (
+        both(
+            forge("step_committed", 0, indices=[0, 1, 2, 3, 8, 10, 11, 12]),
+            forge("step_committed", 1, indices=[9, 13, 14, 15]),
+        ),
+        ("once", "step_committed", 9, "samples of rollout 8 trained in several steps"),
+    ),
 }
 
 
@@ -283,6 +336,13 @@ def test_a_segment_may_come_from_an_engine_that_had_its_version_or_is_not_in_the
     sampled_on(engine, taken_at)(tables)
     found = check_ledger(MemoryReader(tables), invariants=["III"]).findings
     assert not [one for one in found if "had not taken it" in one.what]
+
+
+def test_a_sibling_of_its_own_rollout_is_no_violation() -> None:
+    tables = story_tables()
+    add_sibling()(tables)
+    report = check_ledger(MemoryReader(tables), invariants=["I", "II"])
+    assert report.ok, report.findings
 
 
 def test_an_empty_ledger_has_no_violation() -> None:
