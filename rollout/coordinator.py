@@ -18,7 +18,7 @@ from ledger.errors import Conflict, explain
 from ledger.events import UNKNOWN_VERSION, SampleDecided
 from ledger.fields import Event
 from ledger.numbering import VERSION_SPAN, local_number
-from rollout.buffer import BufferedGroup
+from rollout.buffer import FINAL, BufferedGroup
 from rollout.buffer_reading import read_buffer
 from rollout.deciding import decided, too_few, why_stale
 from rollout.episode import EpisodeFunction, EpisodeServices, single_turn
@@ -351,6 +351,8 @@ class Coordinator:
         events = []
         for sample in run.group.samples.values():
             at = sample.trajectory
+            if sample.decision in FINAL:
+                continue  # whoever drove the episode decided it
             if at.rollout_id == run.baseline and decision != "recycled":
                 events.append(decided(at, self._step, "surplus", "baseline", "advantage_estimator"))
                 continue

@@ -1,4 +1,7 @@
-"""Reward functions by import path: `f(sample)`, or slime's `async f(args, sample)`."""
+"""Reward functions by import path: `f(sample)`, or slime's `async f(args, sample)`.
+
+The first gets a `ScoredSample`, the second slime's `Sample`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 from ledger.errors import InvalidArgument, LedgerError, RewardFailed, explain
 from rollout.imports import load_function
 from rollout.rewards import Reward, RewardFunction, ScoredSample, checked_reward
+from rollout.slime.convert import scored_as_slime
 
 __all__ = ["CustomReward", "CustomRewards", "ask_rewards", "rewards_of"]
 
@@ -40,8 +44,12 @@ class _Loaded:
                 )
             )
 
-    def _call(self, given: Any) -> Any:
-        return self._function(*((given,) if self._count == 1 else (self._args, given)))
+    def _call(self, given: ScoredSample | list[ScoredSample]) -> Any:
+        if self._count == 1:
+            return self._function(given)
+        if isinstance(given, list):
+            return self._function(self._args, [scored_as_slime(one) for one in given])
+        return self._function(self._args, scored_as_slime(given))
 
     def _on(self, sample: ScoredSample) -> str:
         return f"{_SETTING} {self.name}, sample {sample.index}"

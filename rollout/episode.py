@@ -25,6 +25,7 @@ from ledger.numbering import SAMPLE_SPAN, local_number
 from ledger.seeds import sample_seed
 from rollout.protocol import AsyncEngine, GenerationRequest, GenerationResult, SamplingParams
 from rollout.records import (
+    Verifier,
     indexer_recorded,
     response_text,
     retokenization_drift,
@@ -207,6 +208,7 @@ class Episode:
         turn: int,
         segment: int,
         start: int,
+        engine: Verifier | None = None,
     ) -> None:
         at, services = self.trajectory, self.services
         if noted is not None:
@@ -220,7 +222,7 @@ class Episode:
                 rollout_step=at.rollout_step,
                 params=params,
                 seed=seed,
-                engine=services.engine,
+                engine=services.engine if engine is None else engine,
                 drift=drift,
                 segment=segment,
                 turn=turn,
@@ -244,6 +246,27 @@ class Episode:
         reported = result.expert_ids if result.expert_ids is not None else result.indexer_positions
         if reported is not None:
             at.routing_rows += len(reported)
+
+    async def adopt(
+        self, result: GenerationResult, *, engine: Verifier, params: SamplingParams, seed: int
+    ) -> None:
+        """Add a segment that somebody else sampled, by name and version `engine`.
+
+        It is recorded before this returns. `seed` is the one that was offered for it.
+        """
+        at = self.trajectory
+        await self._whole(
+            self._record(
+                result,
+                None,
+                params,
+                seed,
+                at.next_turn,
+                at.next_segment,
+                at.response_length,
+                engine,
+            )
+        )
 
     async def observe(
         self, tokens: npt.NDArray[np.int32], source: str, text: str | None = None

@@ -11,8 +11,16 @@ import numpy as np
 from ledger.errors import InvalidArgument, explain
 from rollout.imports import IMPORT_PATH, is_import_path, load_function
 from rollout.rewards import ScoredSample
+from rollout.slime.convert import scored_as_slime
 
 _SETTING = "--dynamic-sampling-filter-path"
+
+_NONZERO = "check_reward_nonzero_std"
+_ELSEWHERE = tuple(
+    f"{package}.rollout.filter_hub.dynamic_sampling_filters.{_NONZERO}"
+    for package in ("slime", "miles")
+)
+"""Where slime and Miles have it."""
 
 __all__ = ["DynamicFilterOutput", "GroupFilter", "check_reward_nonzero_std", "create_filter"]
 
@@ -50,14 +58,14 @@ def _keep_all(args: Any, samples: Sequence[ScoredSample]) -> DynamicFilterOutput
 def create_filter(name: str) -> GroupFilter:
     """A filter by name ('check_reward_nonzero_std', 'none') or import path.
 
-    A custom one may return `DynamicFilterOutput`, anything with `keep` and `reason`, or a bool;
-    numpy's bools are taken too.
+    A custom one is called as slime does, with `args` and a list of `Sample`. It may return
+    `DynamicFilterOutput`, anything with `keep` and `reason`, or a bool, numpy's included.
 
     Raises:
         InvalidArgument: no filter of that name, or (when called) an exception of the custom one,
             or an answer that is none of these.
     """
-    if name == "check_reward_nonzero_std":
+    if name in (_NONZERO, *_ELSEWHERE):
         return check_reward_nonzero_std
     if name == "none":
         return _keep_all
@@ -75,7 +83,10 @@ def create_filter(name: str) -> GroupFilter:
     def custom(args: Any, samples: Sequence[ScoredSample]) -> DynamicFilterOutput:
         where = f"{_SETTING} {name}, group {samples[0].group_index}"
         try:
-            found = function(args, list(samples))
+            given = getattr(args, "arguments", None)
+            found = function(
+                args if given is None else given, [scored_as_slime(one) for one in samples]
+            )
         except Exception as error:
             raise InvalidArgument(
                 explain(

@@ -287,6 +287,7 @@ def scored_sample(
         metadata=at.metadata,
         finish_reason=finish_reason,
         reward=reward,
+        trajectory=at,
     )
 
 

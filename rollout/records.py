@@ -86,7 +86,7 @@ def segment_generated(
     rollout_step: int,
     params: SamplingParams,
     seed: int,
-    engine: Engine | AsyncEngine,
+    engine: Engine | AsyncEngine | Verifier,
     drift: int,
     segment: int = 0,
     turn: int = 0,

@@ -6,13 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version as package_version
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ledger.errors import InvalidArgument, explain
 from rollout.imports import IMPORT_PATH, is_import_path
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Trajectory
 
 __all__ = [
     "REWARD_NAMES",
@@ -61,6 +64,8 @@ class ScoredSample:
     finish_reason: str
     reward: float | None = None
     """None until it is scored."""
+    trajectory: Trajectory | None = None
+    """Its pieces, where it may have several; None: all of the response was sampled at once."""
 
     def get_reward_value(self, args: Any = None) -> float:
         """The reward; the argument is slime's and not used."""

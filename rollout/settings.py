@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ledger.errors import InvalidArgument, explain
 from rollout.protocol import SamplingParams
+from rollout.slime.arguments import SlimeArguments
 
 __all__ = ["RolloutSettings"]
 
@@ -35,6 +36,9 @@ class RolloutSettings:
     rewards of the others. None: no such sample."""
     rollout_stop_token_ids: tuple[int, ...] | None = None
     """None: what the prompt source and the tokenizer say."""
+
+    arguments: SlimeArguments | None = None
+    """What custom filters get as slime's `args`; None: these settings."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""

@@ -14,6 +14,7 @@ from rollout.evaluation import evaluate
 from rollout.filters import create_filter
 from rollout.reward_options import reward_function
 from rollout.settings import RolloutSettings
+from rollout.slime.arguments import slime_arguments
 from rollout.tasks import create_source, stop_token_ids
 from rollout.tasks.from_options import training_source
 from rollout.worker import RolloutProgress, RolloutSummary, RolloutWorker
@@ -44,6 +45,7 @@ def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
         rollout_top_p=values["rollout_top_p"],
         rollout_top_k=values["rollout_top_k"],
         rollout_logprob_mode=values["rollout_logprob_mode"],
+        arguments=slime_arguments(values),
         # Under another key the reward function brings the part itself.
         greedy_baseline_key=GREEDY_PART
         if values["advantage_estimator"] == "remax" and values["remax_baseline_key"] == GREEDY_PART
@@ -96,7 +98,7 @@ class LocalRolloutSide:
         self._source = training_source(values, self._tokenizer)
         self._eval_seed = derive_seed("evaluation", seed)
         self._eval_source = create_source(task, seed=self._eval_seed, options=options)
-        self._reward = reward_function(values, self._source.reward)
+        self._reward = reward_function(values, self._source.reward, args=self._settings.arguments)
         create_filter(self._settings.dynamic_sampling_filter_path)
         self._n_eval_prompts = values["n_eval_prompts"]
         self._engine = create_engine(
