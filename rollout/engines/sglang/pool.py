@@ -21,13 +21,15 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ledger.errors import Conflict, EngineFailed, LedgerError, explain
+from ledger.errors import Conflict, EngineFailed, explain
 from ledger.events import UNKNOWN_VERSION
 from rollout.engines.sglang.affinity import HashRing
 from rollout.engines.sglang.client import Refused, Unreachable
+from rollout.engines.sglang.keeper import Keeper, PoolSettings
 from rollout.engines.sglang.member import Member
 from rollout.engines.sglang.model import ModelFacts
 from rollout.engines.sglang.request import wire_rid
+from rollout.engines.sglang.waiting import either, ended, quietly
 from rollout.protocol import (
     GenerationRequest,
     GenerationResult,
@@ -39,31 +41,12 @@ if TYPE_CHECKING:
     from ledger.events import WeightsLoaded
     from ledger.weights import TensorRecord
 
-__all__ = ["PoolSettings", "SGLangPool", "WeightUpdates"]
+__all__ = ["SGLangPool", "WeightUpdates"]
 
 _log = logging.getLogger(__name__)
 _LONGEST_BACKOFF_S = 15.0
-_STEADY_S = 600.0
-"""An engine that served so long may be started again as often as at first."""
 _AGAIN_S = 1.0
 """After which an abort is said again: a server forgets one for a request that it has not begun."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """How requests are tried and servers looked after."""
-
-    attempts: int = 4
-    """Times that a request is sent, the first included, before it fails."""
-    backoff_s: float = 0.5
-    """Before the second attempt; twice as long before each further one."""
-    health_interval_s: float = 30.0
-    health_timeout_s: float = 60.0
-    """After which a server that does not answer counts as hung; twice in a row, and it is ended."""
-    restarts: int = 3
-    """Of one server, before it is given up; an attached one is waited for as often."""
-    patience_s: float = 1800.0
-    """How long a request waits for a server that serves, before it fails."""
 
 
 class WeightUpdates(Protocol):
@@ -81,6 +64,8 @@ class WeightUpdates(Protocol):
     async def release(self, version: int) -> None: ...
 
     async def restore(self, engine: Any) -> WeightsLoaded | None: ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +112,7 @@ class SGLangPool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._version = UNKNOWN_VERSION
         self._brought = False
+        self._controls: dict[str, Any] = {}
         self._closed = False
         self.version = ""
         """Of SGLang; known after `start`."""
@@ -172,7 +158,14 @@ class SGLangPool:
         self._version = loaded.pop() if len(loaded) == 1 else UNKNOWN_VERSION
         for member in self._members:
             member.serves = True
-            self._spawn(self._look_after(member))
+            keeper = Keeper(
+                member,
+                self._settings,
+                bring_back=self._bring_back,
+                runs_its_model=lambda: not self._weights.locked() and not self.is_paused,
+                changed=self._tell_change,
+            )
+            self._spawn(keeper.keep())
         self._open.set()
 
     # Requests.
@@ -215,7 +208,7 @@ class SGLangPool:
         for attempt in range(self._settings.attempts):
             if attempt:
                 wait_s = min(self._settings.backoff_s * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
-                await _either(asyncio.sleep(wait_s), call.aborted.wait())
+                await either(asyncio.sleep(wait_s), call.aborted.wait())
             member = await self._place(call, avoid)
             if member is None:
                 return nothing_sampled(call.request, call.params, request_id=call.name)
@@ -245,18 +238,7 @@ class SGLangPool:
     async def _place(self, call: _Call, avoid: Member | None) -> Member | None:
         """A place on an engine that takes requests, to be released; None: the call was aborted."""
         while (member := await self._member_for(call, avoid)) is not None:
-            acquiring = asyncio.ensure_future(member.slots.acquire())
-            waits = [acquiring, asyncio.ensure_future(call.aborted.wait())]
-            waits.append(asyncio.ensure_future(member.gone.wait()))
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                if acquiring.done():
-                    member.slots.release()
-                raise
-            finally:
-                got = acquiring.done()
-                await _ended(*waits)
+            got = await _acquired(member, call)
             if got and self._open.is_set() and member.serves and not call.aborted.is_set():
                 return member
             if got:
@@ -290,7 +272,7 @@ class SGLangPool:
                         found="; ".join(lost) or "none" + (": closed" if self._closed else ""),
                     )
                 )
-            await _either(self._change(left_s), call.aborted.wait())
+            await either(self._change(left_s), call.aborted.wait())
         return None
 
     async def _change(self, timeout_s: float) -> None:
@@ -326,11 +308,11 @@ class SGLangPool:
         except (EngineFailed, asyncio.CancelledError):
             # Nobody listens any more: what still runs there must not go on.
             if not member.gone.is_set():
-                self._spawn(_quietly(client.abort(rid)))
+                self._spawn(quietly(client.abort(rid)))
             raise
         finally:
             call.sent = None
-            await _ended(asking, gone)
+            await ended(asking, gone)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End requests with what they have; see `rollout.protocol.AsyncEngine`."""
@@ -345,19 +327,19 @@ class SGLangPool:
         if request_ids is None:
             # Servers of this pool's own have no other requests.
             own = [m.client for m in self._members if m.is_local and m.client is not None]
-            await asyncio.gather(*(_quietly(client.abort()) for client in own))
+            await asyncio.gather(*(quietly(client.abort()) for client in own))
         await asyncio.sleep(0)
 
     async def _abort(self, call: _Call, *, at_once: bool = True) -> None:
         """Say it until the request is over."""
         if call.sent is not None and not at_once and call.sent[0].is_local:
-            await _either(asyncio.sleep(_AGAIN_S), call.over.wait())
+            await either(asyncio.sleep(_AGAIN_S), call.over.wait())
         while not call.over.is_set() and call.sent is not None:
             member, rid = call.sent
             if member.client is None:
                 return
-            await _quietly(member.client.abort(rid))
-            await _either(asyncio.sleep(_AGAIN_S), call.over.wait())
+            await quietly(member.client.abort(rid))
+            await either(asyncio.sleep(_AGAIN_S), call.over.wait())
 
     # Weights.
 
@@ -369,10 +351,13 @@ class SGLangPool:
         An engine that is being started again gets it before it serves. Raises what `updates`
         raises; then the old version is served, as it promises.
         """
-        updates, control = self._weight_updates()
+        updates = self._weight_updates()
         self._open.clear()
         async with self._serving():
-            engines = [control(member) for member in self._members if member.serves]
+            engines = [self._controlled(m) for m in self._members if m.serves]
+            for member in self._members:
+                if member.client is not None:
+                    member.client.updates += 1
             try:
                 records = await updates.update(engines, version, named)
             except BaseException:
@@ -411,14 +396,14 @@ class SGLangPool:
 
     async def release(self, version: int) -> None:
         """Serve the version that was brought last. Raises Conflict where it is another one."""
-        updates, _ = self._weight_updates()
+        updates = self._weight_updates()
         async with self._weights:
             await updates.release(version)
             self._condemn_unusable()
             self._open.set()
         await self._tell_change()
 
-    def _weight_updates(self) -> tuple[WeightUpdates, Callable[[Member], Any]]:
+    def _weight_updates(self) -> WeightUpdates:
         if self._updates is None or self._control is None:
             raise Conflict(
                 explain(
@@ -428,7 +413,14 @@ class SGLangPool:
                     found="an engine that was made for sampling alone",
                 )
             )
-        return self._updates, self._control
+        return self._updates
+
+    def _controlled(self, member: Member) -> Any:
+        """What `updates` talks to; one for each address, since it keeps connections."""
+        found = self._controls.get(member.address)
+        if found is None and self._control is not None:
+            found = self._controls[member.address] = self._control(member)
+        return found
 
     def _condemn_unusable(self) -> None:
         """Engines that hold neither the old nor the new version are started again."""
@@ -444,80 +436,12 @@ class SGLangPool:
 
     # Servers.
 
-    async def _look_after(self, member: Member) -> None:
-        """Until the pool closes: find out when the engine has died or hangs, and bring it back."""
-        try:
-            while not self._closed and member.lost is None:
-                await self._one_life(member)
-        except Exception as error:
-            _log.exception("engine %s is not looked after any more", member.address)
-            member.serves, member.lost = False, f"{type(error).__name__}: {error}"
-            await self._tell_change()
-
-    async def _one_life(self, member: Member) -> None:
-        settings = self._settings
-        why = await self._trouble(member)
-        if self._closed:
-            return
-        _log.error("engine %s is given up: %s", member.address, why)
-        await member.disconnect()
-        if asyncio.get_running_loop().time() - member.served_from > _STEADY_S:
-            member.restarts = 0
-        while member.restarts < settings.restarts and not member.serves:
-            member.restarts += 1
-            try:
-                await self._bring_back(member)
-            except LedgerError as error:
-                why = str(error)
-                _log.error("engine %d was not brought back: %s", member.number, error)
-                await member.close()
-                wait_s = settings.health_interval_s if member.url else settings.backoff_s
-                await asyncio.sleep(wait_s)
-        if not member.serves:
-            member.lost = why
-        await self._tell_change()
-
-    async def _trouble(self, member: Member) -> str:
-        """Return, with the reason, when the engine cannot be used any more."""
-        settings, missed = self._settings, 0
-        process = member.process
-        ended = asyncio.ensure_future(process.wait() if process else asyncio.Event().wait())
-        try:
-            while True:
-                if missed == 0:
-                    asleep = asyncio.ensure_future(asyncio.sleep(settings.health_interval_s))
-                    suspect = asyncio.ensure_future(member.suspect.wait())
-                    await asyncio.wait(
-                        [ended, asleep, suspect], return_when=asyncio.FIRST_COMPLETED
-                    )
-                    await _ended(asleep, suspect)
-                member.suspect.clear()
-                if ended.done():
-                    return f"its server ended: {ended.result()}"
-                client = member.client
-                if client is None or member.gone.is_set():
-                    return "it holds no version that may be served"
-                try:
-                    # A paused engine answers, but runs nothing.
-                    busy = self._weights.locked() or self.is_paused
-                    await client.health(generate=not busy, timeout_s=settings.health_timeout_s)
-                    missed = 0
-                except EngineFailed as error:
-                    missed += 1
-                    if ended.done():
-                        return f"its server ended: {ended.result()}"
-                    if missed == 2:
-                        return str(error)
-                    await asyncio.wait([ended], timeout=min(1.0, settings.backoff_s))
-        finally:
-            await _ended(ended)
-
     async def _bring_back(self, member: Member) -> None:
         """Start an engine again, and give it the version that the others serve, before traffic."""
         await member.start()
         async with self._weights:
-            if self._brought and self._updates is not None and self._control is not None:
-                event = await self._updates.restore(self._control(member))
+            if self._brought and self._updates is not None:
+                event = await self._updates.restore(self._controlled(member))
                 if event is not None and self.on_loaded is not None:
                     await self.on_loaded([event])
             member.serves = True
@@ -537,6 +461,10 @@ class SGLangPool:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for control in self._controls.values():
+            await control.close()
+        if self._updates is not None:
+            await self._updates.close()
         await asyncio.gather(*(member.close() for member in self._members))
 
     def describe(self) -> Mapping[str, Any]:
@@ -551,23 +479,22 @@ class SGLangPool:
         }
 
 
-async def _either(first: Coroutine[Any, Any, Any], second: Coroutine[Any, Any, Any]) -> bool:
-    """Wait for the first of two; whether it was `first`. What it did is kept where both end."""
-    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
+async def _acquired(member: Member, call: _Call) -> bool:
+    """Wait for a place on an engine; False where the call was aborted, or the engine is gone."""
+    if not member.slots.locked():
+        await member.slots.acquire()  # without a wait
+        return True
+    acquiring = asyncio.ensure_future(member.slots.acquire())
+    others = [asyncio.ensure_future(event.wait()) for event in (call.aborted, member.gone)]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].done()
+        await asyncio.wait([acquiring, *others], return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        if acquiring.done():
+            member.slots.release()
+        raise
     finally:
-        await _ended(*tasks)
-
-
-async def _ended(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _quietly(work: Awaitable[None]) -> None:
-    """An abort of what may be gone already."""
-    with contextlib.suppress(EngineFailed):
-        await work
+        # Not waited for: a place that was given must not be lost to a cancellation meanwhile.
+        got = acquiring.done()
+        for task in (acquiring, *others):
+            task.cancel()
+    return got

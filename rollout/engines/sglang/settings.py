@@ -13,7 +13,7 @@ from typing import Any
 
 from ledger.errors import InvalidArgument, MissingDependency, explain
 from rollout.engines.sglang.arguments import command_words
-from rollout.engines.sglang.pool import PoolSettings
+from rollout.engines.sglang.keeper import PoolSettings
 
 __all__ = ["SGLangSettings", "sglang_settings"]
 
