@@ -41,6 +41,8 @@ FINAL = frozenset({"kept", "filtered", "aborted", "surplus", "stale", "failed"})
 DROPPED = frozenset({"filtered", "failed", "stale"})
 """Final decisions on groups that were made for a batch, and are in none."""
 
+_OF_SAMPLES = (SegmentGenerated, ObservationAppended, SampleScored, SampleDecided)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BufferedSample:
@@ -174,25 +176,27 @@ class DataBuffer:
         return None if group is None else group.samples.get(index)
 
     def refuse_late(self, events: Iterable[Event]) -> None:
-        """Refuse pieces that cannot be of a sample as it stands: late ones, and doubles.
+        """Refuse what cannot be of a sample as it stands: late pieces and decisions, and doubles.
 
         Raises:
             Conflict: the sample is decided, or is not of this buffer; or the piece is stored.
         """
         for event in events:
-            if not isinstance(event, (SegmentGenerated, ObservationAppended)):
+            if not isinstance(event, _OF_SAMPLES):
                 continue
             sample = self.open_sample(event.index)
             on = f"sample {event.index}"
             if sample is None or sample.decision in FINAL:
                 raise Conflict(
                     explain(
-                        "a piece of a response was refused: it comes too late",
+                        f"an event was refused: {event.KIND} comes too late",
                         on=on,
                         expected="a sample that is not finally decided",
                         found="decided, or issued by somebody else",
                     )
                 )
+            if not isinstance(event, (SegmentGenerated, ObservationAppended)):
+                continue
             at = sample.trajectory
             if isinstance(event, SegmentGenerated) and event.segment != at.next_segment:
                 raise Conflict(

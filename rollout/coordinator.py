@@ -115,6 +115,8 @@ class Coordinator:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._passing: dict[int, GroupRun] = {}
         """Groups that are scored and passed the filter: they wait for a batch."""
+        self._deciding: set[int] = set()
+        """Groups whose decision is being stored."""
         self._changed, self._roomier = asyncio.Event(), asyncio.Event()
         """Something happened that a batch, or the pump, may have waited for."""
         self._failure: BaseException | None = None
@@ -177,6 +179,7 @@ class Coordinator:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self.sink.settle()
         await self._events.close()
         self._scorers.shutdown(wait=False, cancel_futures=True)
 
@@ -220,7 +223,7 @@ class Coordinator:
 
     def _waiting(self) -> list[BufferedGroup]:
         """Open groups that nobody drives, oldest first."""
-        taken = self._runs.keys() | self._passing.keys()
+        taken = self._runs.keys() | self._passing.keys() | self._deciding
         return [group for key, group in sorted(self.buffer.groups.items()) if key not in taken]
 
     async def _issue(self, count: int) -> None:
@@ -297,11 +300,10 @@ class Coordinator:
         if bound is None or consumer is None:
             return
         again = self._shape.async_unused_samples_handler == "retry"
-        for key, run in list(self._passing.items()):
+        for run in list(self._passing.values()):
             found = run.group.staleness(consumer)
             if found is not None and found <= bound:
                 continue
-            del self._passing[key]
             await self._decide(
                 run,
                 "stale",
@@ -327,7 +329,10 @@ class Coordinator:
         events = self._decisions(
             run, decision, reason, rule, consumer=consumer, staleness=staleness
         )
+        self._deciding.add(run.group.group_index)
+        self._passing.pop(run.group.group_index, None)
         await self._append(list(events), again=run.group if again else None)
+        self._deciding.discard(run.group.group_index)
 
     async def _append(self, events: list[Event], *, again: BufferedGroup | None) -> None:
         """Store decisions; the prompt of `again` is issued once more in the same commit."""
@@ -383,6 +388,8 @@ class Coordinator:
     async def _end_step(self, chosen: Sequence[GroupRun]) -> None:
         """Decide the batch, and what becomes of the groups that are not in it, in one commit."""
         events: list[Event] = []
+        keys = {run.group.group_index for run in chosen}
+        self._deciding |= keys
         for run in chosen:
             del self._passing[run.group.group_index]
             events += self._decisions(
@@ -394,8 +401,9 @@ class Coordinator:
                 staleness=None if self._consumer is None else run.group.staleness(self._consumer),
             )
         if not self._shape.fully_async:
-            events += await self._cut_the_rest({run.group.group_index for run in chosen})
+            events += await self._cut_the_rest(keys)
         await self.sink.append(events)
+        self._deciding -= keys
 
     async def _cut_the_rest(self, chosen: Collection[int]) -> list[Event]:
         """End what still runs; its groups are dropped, or with partial rollouts put back."""

@@ -98,13 +98,20 @@ class BufferedSink:
     def __init__(self, sink: Appender, buffer: DataBuffer) -> None:
         """Events of one branch, whose buffer it is."""
         self._sink, self._buffer = sink, buffer
+        self._storing: set[asyncio.Task[None]] = set()
 
     async def append(self, events: Sequence[Event]) -> None:
         """As `Appender.append`. Raises Conflict, too, for a piece that comes too late or twice."""
         self._buffer.refuse_late(events)
-        stored = asyncio.ensure_future(self._store(events))
+        stored = asyncio.create_task(self._store(events))
+        self._storing.add(stored)
+        stored.add_done_callback(self._storing.discard)
         # The buffer hears of it even where the caller is cancelled meanwhile.
         await asyncio.shield(stored)
+
+    async def settle(self) -> None:
+        """Return when everything that was handed over is stored, or was refused."""
+        await asyncio.gather(*self._storing, return_exceptions=True)
 
     async def _store(self, events: Sequence[Event]) -> None:
         await self._sink.append(events)

@@ -14,6 +14,7 @@ from rollout.buffer import DataBuffer
 from rollout.buffer_reading import read_buffer
 from rollout.coordinator import Coordinator
 from rollout.engines.scripted_async import ManualClock, ScriptedAsyncEngine, length_script
+from rollout.episode import EpisodeFunction, single_turn
 from rollout.protocol import GenerationRequest
 from rollout.rewards import Reward, ScoredSample
 from rollout.settings import RolloutSettings
@@ -95,6 +96,7 @@ class Bench:
         *,
         writer: Any = None,
         reward: Any = None,
+        drive: EpisodeFunction = single_turn,
         **changes: Any,
     ) -> Coordinator:
         made = Coordinator(
@@ -108,6 +110,7 @@ class Bench:
             Tokens(),
             settings(**changes),
             shape or RolloutShape(),
+            drive=drive,
         )
         self.coordinators.append(made)
         return made
