@@ -23,7 +23,7 @@ from rollout.buffer_reading import read_buffer
 from rollout.deciding import decided, too_few, why_stale
 from rollout.episode import EpisodeFunction, EpisodeServices, single_turn
 from rollout.filters import create_filter
-from rollout.gate import BufferedSink, GatedEngine
+from rollout.gate import BufferedSink, GatedEngine, ReportsLoads
 from rollout.group_run import GroupRun, RunServices, all_failed, scored_sample
 from rollout.issuing import PromptIssuer
 from rollout.protocol import AsyncEngine
@@ -84,6 +84,8 @@ class Coordinator:
         self.engine = GatedEngine(engine)
         self._events = EventSink(writer.append)
         self.sink = BufferedSink(self._events, self.buffer)
+        if isinstance(engine, ReportsLoads):
+            engine.on_loaded = self._events.append
         limit = shape.async_max_concurrent_samples
         self._scorers = ThreadPoolExecutor(_SCORERS, thread_name_prefix="reward")
         self._services = RunServices(
@@ -129,10 +131,11 @@ class Coordinator:
         self._failures_in_a_row = 0
         self._closed = False
 
-    async def rollout(self, rollout_step: int, consumer_version: int) -> RolloutSummary:
+    async def rollout(self, rollout_step: int, consumer_version: int | None) -> RolloutSummary:
         """Make, or finish, a rollout step; returns at once where the ledger holds its decisions.
 
-        `consumer_version` is the version before the first optimizer step that trains on it.
+        `consumer_version` is the version before the first optimizer step that trains on it; None:
+        it is not there yet, and no staleness can be told.
 
         Raises:
             InvalidArgument: too few groups passed the filter, or the engine refuses the requests.
@@ -151,7 +154,8 @@ class Coordinator:
             await self._end_step(chosen)
             self._tell("decided")
         self._step = rollout_step + 1
-        self._consumer = consumer_version + self._shape.versions_per_rollout
+        if consumer_version is not None:
+            self._consumer = consumer_version + self._shape.versions_per_rollout
         self._notify()
         return read_summary(self._ledger.reader(self._run_id, self._branch), rollout_step)
 
@@ -162,7 +166,11 @@ class Coordinator:
         return await self.engine.update_weights(version, named)
 
     async def release(self, version: int) -> None:
-        """As `AsyncEngine.release`; samples go on, under the new version."""
+        """As `AsyncEngine.release`; samples go on, under the new version.
+
+        How the engines took it is recorded before they get traffic under it.
+        """
+        await self._events.append(self.engine.loaded())
         await self.engine.release(version)
         self._notify()
 
@@ -455,15 +463,16 @@ class Coordinator:
 
     def _room(self) -> int:
         """Groups that may be issued now."""
-        if self._consumer is None or not self.engine.is_open:
+        if not self.engine.is_open:
             return 0
         batch = self._settings.rollout_batch_size
         outstanding = len(self._runs) + len(self._passing)
-        has = self.engine.weight_version
-        has = self._consumer if has == UNKNOWN_VERSION else has
+        consumer, has = self._consumer, self.engine.weight_version
+        if consumer is None or has == UNKNOWN_VERSION:
+            consumer = has = 0  # how far they are apart is not known
         ahead = self._shape.groups_ahead(
             batch,
-            consumer_version=local_number(self._consumer, VERSION_SPAN),
+            consumer_version=local_number(consumer, VERSION_SPAN),
             engine_version=local_number(has, VERSION_SPAN),
         )
         room = ahead - outstanding

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ledger.events import WeightsLoaded
 from ledger.fields import Event
 from rollout.buffer import DataBuffer
 from rollout.protocol import (
@@ -20,7 +21,18 @@ from rollout.sink import Appender
 if TYPE_CHECKING:
     from ledger.weights import TensorRecord
 
-__all__ = ["BufferedSink", "GatedEngine"]
+__all__ = ["BufferedSink", "GatedEngine", "ReportsLoads"]
+
+
+@runtime_checkable
+class ReportsLoads(Protocol):
+    """An engine that says of each of its servers how it took a version."""
+
+    on_loaded: Callable[[Sequence[WeightsLoaded]], Awaitable[None]] | None
+    """Stores what a server that was started again says, before it gets traffic."""
+
+    def loaded(self) -> list[WeightsLoaded]:
+        """The events of the update that waits for its release: to be stored before it."""
 
 
 class GatedEngine:
@@ -38,6 +50,10 @@ class GatedEngine:
     def weight_version(self) -> int:
         """As `AsyncEngine.weight_version`."""
         return self._engine.weight_version
+
+    def loaded(self) -> list[WeightsLoaded]:
+        """As `ReportsLoads.loaded`; empty where the engine does not say."""
+        return self._engine.loaded() if isinstance(self._engine, ReportsLoads) else []
 
     @property
     def is_open(self) -> bool:

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 from ledger.errors import NotFound, explain
 from ledger.events import EvalScored
 from ledger.seeds import derive_seed
-from rollout.engines import create_engine
+from rollout.async_side import AsyncRollouts
+from rollout.coordinator import Coordinator
+from rollout.engines import create_async_engine, create_engine
+from rollout.episode import EpisodeFunction, single_turn
 from rollout.evaluation import evaluate
 from rollout.filters import create_filter
+from rollout.protocol import AsyncEngine, Engine
 from rollout.reward_options import reward_function
 from rollout.settings import RolloutSettings
+from rollout.shapes import RolloutShape
 from rollout.slime.arguments import slime_arguments
 from rollout.tasks import create_source, stop_token_ids
 from rollout.tasks.from_options import training_source
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from ledger.weights import TensorRecord
     from ledger.writer import Writer
 
-__all__ = ["LocalRolloutSide", "load_tokenizer", "rollout_settings"]
+__all__ = ["LocalRolloutSide", "is_asynchronous", "load_tokenizer", "rollout_settings"]
 
 EVALUATION = "held-out"
 GREEDY_PART = "greedy_reward"
@@ -50,6 +55,34 @@ def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
         greedy_baseline_key=GREEDY_PART
         if values["advantage_estimator"] == "remax" and values["remax_baseline_key"] == GREEDY_PART
         else None,
+    )
+
+
+def rollout_shape(values: Mapping[str, Any]) -> RolloutShape:
+    """From the options of the command line, by name. Raises InvalidArgument."""
+    names = (
+        "partial_rollout",
+        "fully_async",
+        "max_weight_staleness",
+        "async_max_concurrent_samples",
+        "async_data_buffer_capacity_factor",
+        "async_unused_samples_handler",
+        "max_sample_retries",
+    )
+    return RolloutShape(
+        **{name: values[name] for name in names},
+        versions_per_rollout=values["num_steps_per_rollout"],
+    )
+
+
+def is_asynchronous(values: Mapping[str, Any]) -> bool:
+    """Whether the rollouts go through the coordinator and an asynchronous engine.
+
+    The others are made by `RolloutWorker`, in process, one round after the other, bit for bit the
+    same again.
+    """
+    return bool(
+        values["engine"] != "transformers" or values["partial_rollout"] or values["fully_async"]
     )
 
 
@@ -101,21 +134,31 @@ class LocalRolloutSide:
         self._reward = reward_function(values, self._source.reward, args=self._settings.arguments)
         create_filter(self._settings.dynamic_sampling_filter_path)
         self._n_eval_prompts = values["n_eval_prompts"]
-        self._engine = create_engine(
-            values["engine"],
-            model_dir,
-            device=_device(),
+        embedded = {
+            "device": _device(),
             # The engine holds what was published, bit for bit.
-            dtype="bfloat16" if values.get("bf16") else "float32",
-            recompute_logprobs_via_prefill=values["recompute_logprobs_via_prefill"],
-            micro_batch_rows=values["micro_batch_size"],
-            seq_length=values["seq_length"],
-            record_expert_weights=bool(
+            "dtype": "bfloat16" if values.get("bf16") else "float32",
+            "recompute_logprobs_via_prefill": values["recompute_logprobs_via_prefill"],
+            "micro_batch_rows": values["micro_batch_size"],
+            "seq_length": values["seq_length"],
+            "record_expert_weights": bool(
                 values.get("record_routing_weights") or values.get("replay_routing_weights")
             ),
-        )
+        }
         self._params = self._settings.sampling(stop_token_ids(self._source, self._tokenizer))
-        self._worker: RolloutWorker | None = None
+        self._shape = rollout_shape(values)
+        self._drive: EpisodeFunction = single_turn
+        self._worker: RolloutWorker | AsyncRollouts | None = None
+        self._asynchronous: AsyncRollouts | None = None
+        self._engine: Engine
+        name = values["engine"]
+        if is_asynchronous(values):
+            self._asynchronous = AsyncRollouts(
+                create_async_engine(name, model_dir, values, embedded)
+            )
+            self._engine = self._asynchronous
+        else:
+            self._engine = create_engine(name, model_dir, **embedded)
 
     def attach(
         self,
@@ -126,21 +169,47 @@ class LocalRolloutSide:
         progress: Callable[[RolloutProgress], None] | None = None,
     ) -> None:
         """Name the branch whose rollouts are made, and the writer of their events."""
-        self._worker = RolloutWorker(
-            ledger,
-            run_id,
-            branch,
-            writer,
-            self._engine,
-            self._source,
-            self._reward,
-            self._tokenizer,
-            self._settings,
-            progress,
-        )
+        if self._asynchronous is None:
+            self._worker = RolloutWorker(
+                ledger,
+                run_id,
+                branch,
+                writer,
+                self._engine,
+                self._source,
+                self._reward,
+                self._tokenizer,
+                self._settings,
+                progress,
+            )
+            return
 
-    transport = "memory"
+        def coordinator(engine: AsyncEngine) -> Coordinator:
+            return Coordinator(
+                ledger,
+                run_id,
+                branch,
+                writer,
+                engine,
+                self._source,
+                self._reward,
+                self._tokenizer,
+                self._settings,
+                self._shape,
+                drive=self._drive,
+                progress=progress,
+            )
+
+        self._asynchronous.attach(coordinator)
+        self._worker = self._asynchronous
+
     evaluates = True
+
+    @property
+    def transport(self) -> str:
+        """How the version that waits for its release reached the engine."""
+        loaded = [] if self._asynchronous is None else self._asynchronous.loaded()
+        return loaded[0].transport if loaded else "memory"
 
     @property
     def name(self) -> str:
@@ -149,18 +218,21 @@ class LocalRolloutSide:
 
     @property
     def acknowledged_by(self) -> list[str]:
-        """The engine, whose own checksums `load_weights` returns."""
-        return [self._engine.name]
+        """The engine, or each of its servers: whose own checksums were compared."""
+        loaded = [] if self._asynchronous is None else self._asynchronous.loaded()
+        return [one.engine_address or one.engine for one in loaded] or [self._engine.name]
 
     def location(self, version: int) -> None:
         """Nowhere: the engine has a copy in its memory."""
         return
 
-    def rollout(self, rollout_step: int) -> RolloutSummary:
-        """As `RolloutWorker.rollout`; after `attach`."""
+    def rollout(self, rollout_step: int, consumer_version: int | None) -> RolloutSummary:
+        """As `RolloutWorker.rollout` or `Coordinator.rollout`; after `attach`."""
         if self._worker is None:
             raise RuntimeError("rollout() before attach(): there is no branch to write to")
-        return self._worker.rollout(rollout_step)
+        if isinstance(self._worker, RolloutWorker):
+            return self._worker.rollout(rollout_step)
+        return self._worker.rollout(rollout_step, consumer_version)
 
     @property
     def evaluation(self) -> tuple[str, int, int, str]:

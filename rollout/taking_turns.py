@@ -48,7 +48,7 @@ class Side(Protocol):
     @property
     def evaluation(self) -> Evaluation: ...
 
-    def rollout(self, rollout_step: int) -> _Outcome: ...
+    def rollout(self, rollout_step: int, consumer_version: int | None) -> _Outcome: ...
 
     def evaluate(self, version: int) -> EvalScored: ...
 
@@ -158,7 +158,9 @@ class RolloutsInTurn:
                 self._evaluate()
             began = time.perf_counter()
             self.doing(f"rollout {rollout_step}")
-            made = self.side.rollout(rollout_step)
+            made = self.side.rollout(
+                rollout_step, self.versions.before(rollout_step, whole_interval=False)
+            )
             seconds = time.perf_counter() - began
             self.turns.spent("rollout", began)
             self.turns.rollout_steps += 1

@@ -237,10 +237,12 @@ def _check(values: Mapping[str, Any]) -> None:
     from rollout.engines.sglang.settings import sglang_settings
     from rollout.side import rollout_settings
     from trainer.algorithms.needs import needs_teacher
+    from trainer.rollout_shape import check_rollout_shape
     from trainer.settings import algorithm_settings, batch_settings
 
     batch_settings(values)
     rollout_settings(values)
+    check_rollout_shape(values)
     algorithm = algorithm_settings(values)
     if needs_teacher(algorithm) and not values["opd_teacher_load"]:
         raise InvalidArgument(

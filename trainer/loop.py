@@ -78,8 +78,11 @@ class RolloutSide(Protocol):
     def location(self, version: int) -> str | None:
         """Where the bytes of a version lie after `load_weights`, if anywhere."""
 
-    def rollout(self, rollout_step: int) -> RolloutOutcome:
-        """Write the events of a rollout step, those that are not there yet."""
+    def rollout(self, rollout_step: int, consumer_version: int) -> RolloutOutcome:
+        """Write the events of a rollout step, those that are not there yet.
+
+        `consumer_version` is the one before the first optimizer step that trains on it.
+        """
 
     @property
     def evaluation(self) -> Evaluation:
@@ -217,7 +220,7 @@ class TrainingLoop:
             raise RuntimeError("a loop over fresh rollouts was made without a rollout side")
         began = time.perf_counter()
         self.progress.doing(f"rollout {rollout_step}")
-        outcome = self.rollout_side.rollout(rollout_step)
+        outcome = self.rollout_side.rollout(rollout_step, self.place.weight_version)
         self._sampled = outcome
         self.summary.spent("rollout", began)
         self.summary.rewards.append(outcome.mean_reward)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ledger.errors import InvalidArgument, explain
 
 if TYPE_CHECKING:
-    from rollout.protocol import Engine
+    from rollout.protocol import AsyncEngine, Engine
 
-__all__ = ["ENGINE_NAMES", "create_engine"]
+__all__ = ["ENGINE_NAMES", "create_async_engine", "create_engine"]
 
 ENGINE_NAMES = ("transformers", "sglang")
 
@@ -38,3 +39,39 @@ def create_engine(name: str, model_dir: str | Path, **options: Any) -> Engine:
             found=name,
         )
     )
+
+
+async def create_async_engine(
+    name: str, model_dir: str | Path, values: Mapping[str, Any], embedded: Mapping[str, Any]
+) -> AsyncEngine:
+    """Make, and start, the asynchronous engine `name`, of the event loop that runs this.
+
+    `values` are the options of the command line by name; `embedded` are those that `create_engine`
+    takes for an engine in this process.
+
+    Raises:
+        InvalidArgument: no engine of that name, or an option it does not take.
+        MissingDependency: it needs something that is not installed.
+    """
+    if name == "sglang":
+        from rollout.engines.sglang.create import create_sglang_pool
+        from rollout.engines.sglang.settings import sglang_settings
+        from rollout.weights import WeightUpdateSettings
+
+        pool = create_sglang_pool(
+            model_dir, sglang_settings(values), updates=WeightUpdateSettings.of(values)
+        )
+        try:
+            await pool.start()
+        except BaseException:
+            await pool.close()
+            raise
+        return pool
+    if name != "transformers":
+        create_engine(name, model_dir)  # says what the names are
+    from rollout.engines.batching import BatchingEngine
+    from rollout.engines.transformers_engine import TransformersEngine
+
+    # 'retract' and 'in_place' are the same to it: there is no cache that outlives a batch.
+    mode = "abort" if values["pause_generation_mode"] == "abort" else "wait"
+    return BatchingEngine(TransformersEngine(model_dir, **embedded), pause_mode=mode)

@@ -19,6 +19,7 @@ from trainer.megatron_fixed import AS_IT_IS
 from trainer.options import (
     advantages,
     algorithm,
+    async_rollout,
     batch,
     checkpoint,
     data,
@@ -46,6 +47,7 @@ OPTIONS: tuple[Option, ...] = (
     *rollout.OPTIONS,
     *engine_weights.OPTIONS,
     *sglang.OPTIONS,
+    *async_rollout.OPTIONS,
     *data.OPTIONS,
     *elsewhere.OPTIONS,
     *rewards.OPTIONS,

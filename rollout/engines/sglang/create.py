@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.launch import EngineProcess, LaunchPlan, device_shares
@@ -16,6 +18,7 @@ from rollout.engines.sglang.pool import SGLangPool
 from rollout.engines.sglang.settings import SGLangSettings, api_key
 from rollout.engines.synchronous import SynchronousEngine
 from rollout.event_loop import EventLoopThread
+from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings
 
 __all__ = ["create_sglang_engine", "create_sglang_pool", "visible_devices"]
 
@@ -35,10 +38,12 @@ def create_sglang_pool(
     settings: SGLangSettings,
     *,
     devices: Sequence[str] | None = None,
+    updates: WeightUpdateSettings | None = None,
 ) -> SGLangPool:
     """A pool that has not been started. Nothing of it needs sglang in this process.
 
     `devices`: what engines that are started share; None: the last of those that this process sees.
+    `updates`: how it takes new weights; None: it takes none.
 
     Raises:
         NotFound, Corrupt, InvalidArgument: the model's folder, as `read_model_facts`.
@@ -64,7 +69,30 @@ def create_sglang_pool(
         )
         for number in range(settings.num_engines)
     ]
-    return SGLangPool(members, settings.pool, model=model)
+    if updates is None:
+        return SGLangPool(members, settings.pool, model=model)
+    config = json.loads((Path(model_dir) / "config.json").read_bytes())
+    return SGLangPool(
+        members,
+        settings.pool,
+        model=model,
+        updates=WeightUpdater(updates, config),
+        control=_control,
+    )
+
+
+def _control(member: Member) -> EngineControl:
+    key = api_key()
+    return EngineControl(
+        member.address,
+        local=member.is_local or _is_loopback(member.address),
+        headers={} if key is None else {"Authorization": f"Bearer {key}"},
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an engine that is attached runs on this host: nobody else has such an address."""
+    return urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def _plans(
