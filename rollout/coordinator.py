@@ -369,13 +369,8 @@ class Coordinator:
             if at.rollout_id == run.baseline and decision != "recycled":
                 events.append(decided(at, self._step, "surplus", "baseline", "advantage_estimator"))
                 continue
-            if at.parent_index is not None and not at.sampled_tokens and decision == "kept":
-                nothing = "a sibling of which nothing was sampled"
-                events.append(decided(at, self._step, "aborted", nothing, "sampled_tokens"))
-                continue
-            if decision == "kept" and not sample.trajectory.sampled_tokens:
+            if decision == "kept" and not at.sampled_tokens:
                 # Its agent asked in its own words: what is trained on are the siblings.
-                at = sample.trajectory
                 events.append(decided(at, self._step, "surplus", "nothing was sampled", "episode"))
                 continue
             events.append(
