@@ -56,6 +56,7 @@ _PACKABLE = frozenset(
         "sample_decided",
         "eval_scored",
         "indexer_recorded",
+        "prompts_left_out",
         "weights_loaded",
     }
 )

@@ -55,6 +55,7 @@ def with_null_columns(table: pa.Table) -> pa.Table:
 
 UPCASTS: dict[tuple[str, int], Upcaster] = {
     ("branch_forked", 1): with_null_columns,
+    ("eval_scored", 1): with_null_columns,
     ("prompt_issued", 1): with_null_columns,
     ("routing_recorded", 1): with_null_columns,
     ("sample_decided", 1): with_null_columns,

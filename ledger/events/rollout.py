@@ -18,6 +18,7 @@ __all__ = [
     "IndexerRecorded",
     "ObservationAppended",
     "PromptIssued",
+    "PromptsLeftOut",
     "RoutingRecorded",
     "SampleDecided",
     "SampleScored",
@@ -301,7 +302,20 @@ class SampleDecided(Event):
     )
 
 
-@event("eval_scored", layout=1)
+@event("prompts_left_out", layout=1)
+class PromptsLeftOut(Event):
+    """Rows of a source that no prompt is made of. N is their number."""
+
+    source: str = column(1, pa.string(), "The task or data set, with its settings.")
+    source_rows: np.ndarray = column(
+        2, pa.list_(pa.int64()), "[N] Rows of the data, in the order of its files, from 0."
+    )
+    prompt_tokens: np.ndarray = column(3, _tokens, "[N] Tokens of each prompt.")
+    reason: str = column(4, pa.string(), "Why, in a few words.")
+    rule: str = column(5, pa.string(), "The setting that decided.")
+
+
+@event("eval_scored", layout=2)
 class EvalScored(Event):
     """A weight version was measured on prompts that it does not train on. N is their number."""
 
@@ -309,14 +323,25 @@ class EvalScored(Event):
     name: str = column(2, pa.string(), "Name of the evaluation.")
     source: str = column(3, pa.string(), "The task or data set, with its settings.")
     source_rows: np.ndarray = column(4, pa.list_(pa.int64()), "[N] Rows in the source.")
-    rewards: np.ndarray = column(5, pa.list_(pa.float64()), "[N] Raw rewards.")
+    rewards: np.ndarray = column(
+        5, pa.list_(pa.float64()), "[N] Raw rewards; NaN where the verifier gave none."
+    )
     response_tokens: list[np.ndarray] = column(
         6, pa.list_(_tokens), "[N] Sampled token ids of each response."
     )
-    mean_reward: float = column(7, pa.float64(), "Mean of `rewards`.")
+    mean_reward: float = column(7, pa.float64(), "Mean of `rewards`, NaN left out.")
     temperature: float = column(8, pa.float64(), "Sampling temperature; 0 is greedy.")
     seed: int = column(9, pa.int64(), "Root of the sampling seeds.")
     verifier: str = column(10, pa.string(), "Name of the reward function.")
     eval_time_s: float | None = column(
         11, pa.float64(), "Seconds it took.", nullable=True, measurement=True
+    )
+    top_p: float | None = column(
+        12, pa.float64(), "Nucleus mass; NULL: as in the rollout.", nullable=True, since=2
+    )
+    top_k: int | None = column(
+        13, pa.int32(), "Number of candidates; NULL: as in the rollout.", nullable=True, since=2
+    )
+    max_new_tokens: int | None = column(
+        14, pa.int32(), "Limit of a response; NULL: as in the rollout.", nullable=True, since=2
     )

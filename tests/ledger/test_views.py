@@ -49,6 +49,7 @@ def memory(*events: Event) -> MemoryReader:
 
 NOT_IN_THE_STORY = (
     "indexer_recorded",
+    "prompts_left_out",
     "weights_loaded",
     "engine_weights",
     "eval_scored",
