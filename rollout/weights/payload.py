@@ -10,7 +10,9 @@ handles itself. SGLang need not be installed on this side.
 from __future__ import annotations
 
 import base64
+import functools
 import io
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +35,7 @@ class SharedChunk:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises StorageFailed where the host has not that much shared memory."""
+        _start_manager()
         offsets, size = [], 0
         for tensor in tensors.values():
             offsets.append(size)
@@ -66,6 +69,21 @@ class SharedChunk:
     def payloads(self, count: int) -> Sequence[str]:
         """For each process of an engine."""
         return [self.payload() for _ in range(count)]
+
+
+@functools.cache
+def _start_manager() -> None:
+    """Start torch's process that removes shared memory nobody has any more, with its standard error
+    closed: it lives until the last engine that used some has ended, and whoever reads a pipe that
+    this process writes to would wait as long."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        torch.UntypedStorage._new_using_filename_cpu(1)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class _Pickler(pickle.Pickler):

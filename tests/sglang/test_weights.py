@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.sglang.servers import ARGUMENTS, Server
 from torch import Tensor
 
 from ledger.errors import Conflict, Diverged, EngineFailed
@@ -22,6 +21,7 @@ from ledger.weights import weights_root
 from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings
 from rollout.weights.control import Answer
 from rollout.weights.payload import SharedChunk
+from tests.sglang.servers import ARGUMENTS, Server
 
 NORM = "model.norm.weight"
 KEYS = "model.layers.0.self_attn.k_proj.weight"

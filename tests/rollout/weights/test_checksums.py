@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from rollout.weights.checksums import mixed_words, parameter_checksum
 from rollout.weights.parameters import Piece, RankPlace, Zeros, engine_parameters, together
+from rollout.weights.payload import SharedChunk
 from rollout.weights.staged import bytes_of, chunks, stage
 
 LATENT = "model.layers.0.self_attn."
@@ -180,3 +184,15 @@ def test_columns_are_hashed_as_the_rank_holds_them() -> None:
     pieces = [Piece("a", 1, 3, 6), Zeros("a", 1)]
     held = torch.cat([tensor[:, 3:].reshape(-1), torch.zeros(6)]).numpy().tobytes()
     assert parameter_checksum(pieces, tensors, "sha256") == hashlib.sha256(held).hexdigest()[:16]
+
+
+def test_what_looks_after_shared_memory_keeps_no_pipe_of_ours_open() -> None:
+    chunk = SharedChunk({"a": torch.ones(3)})
+    assert chunk.payload()
+    managers = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+            if fields[0].endswith("(torch_shm_manag") and int(fields[2].split()[1]) == os.getpid():
+                managers.append(os.readlink(f"/proc/{pid}/fd/2"))
+    assert managers == ["/dev/null"]
