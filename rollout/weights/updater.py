@@ -255,6 +255,7 @@ class WeightUpdater:
             names, base = staged.changed_from(served), served.version
         turn = Turn(engine, info, transport, names, base)
         if acknowledged is None:
+            self._check_pause(info, address)
             ranks, _ = await engine.checksums()
             turn.before = {
                 (rank.tp_rank, name): value
@@ -274,6 +275,29 @@ class WeightUpdater:
                     )
                 )
         return turn
+
+    def _check_pause(self, info: EngineInfo, address: str) -> None:
+        """Whether a pause leaves labels right. Raises InvalidArgument.
+
+        SGLang 0.5.23 pauses in place while the result of a batch is on its way, and does not count
+        its tokens when the version changes: they get the new label, though the old weights sampled
+        them. Without overlapping schedules there is no such batch.
+        """
+        if self._settings.pause_mode != "in_place" or info.arguments.get(
+            "disable_overlap_schedule"
+        ):
+            return
+        raise InvalidArgument(
+            explain(
+                "pausing an engine in place for new weights",
+                on=address,
+                expected="one that was started with --disable-overlap-schedule",
+                found="one that schedules while it samples: the first token that the old weights "
+                "sample after the pause would be labelled with the new version",
+                do="start it with --sglang-disable-overlap-schedule, or use "
+                "--pause-generation-mode retract",
+            )
+        )
 
     # The barrier
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollout.event_loop import EventLoopThread
 from tests.sglang.models import make_model
-from tests.sglang.servers import ARGUMENTS, MOE_ARGUMENTS, Server
+from tests.sglang.servers import ARGUMENTS, MOE_ARGUMENTS, Served, pool_of
 
 _HERE = Path(__file__).parent
 
@@ -45,23 +47,35 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def fleet(
     sglang_python: str, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Server]]:
-    """The servers 'dense' and 'moe'. Use the fixtures of these names, which put them in order."""
+) -> Iterator[dict[str, Served]]:
+    """The servers 'dense' and 'moe', started by the product. Use the fixtures of these names."""
     logs = tmp_path_factory.mktemp("sglang-logs")
-    started = {
-        kind: Server(sglang_python, folders[f"{kind}-0"], logs / f"{kind}.log", *arguments)
+    loop = EventLoopThread("engines")
+    pools = {
+        kind: pool_of(sglang_python, folders[f"{kind}-0"], logs / kind, *arguments)
         for kind, arguments in (("dense", ARGUMENTS), ("moe", MOE_ARGUMENTS))
     }
+
+    async def start() -> None:
+        await asyncio.gather(*(pool.start() for pool in pools.values()))
+
+    async def close() -> None:
+        await asyncio.gather(*(pool.close() for pool in pools.values()))
+
     try:
-        for server in started.values():
-            server.wait()
-        yield started
+        loop.call(start())
+        yield {
+            kind: Served(
+                pool.members[0].address, folders[f"{kind}-0"], logs / kind / "engine-0.log"
+            )
+            for kind, pool in pools.items()
+        }
     finally:
-        for server in started.values():
-            server.kill()
+        loop.call(close())
+        loop.close()
 
 
-def _in_order(server: Server, model: Path) -> Server:
+def _in_order(server: Served, model: Path) -> Served:
     """Serving, with the first weights as version 0, whatever the test before left."""
     if not server.is_alive:
         pytest.fail(f"a test before this one ended the server:\n{server.tail()}")
@@ -72,10 +86,10 @@ def _in_order(server: Server, model: Path) -> Server:
 
 
 @pytest.fixture
-def dense(fleet: dict[str, Server], folders: dict[str, Path]) -> Server:
+def dense(fleet: dict[str, Served], folders: dict[str, Path]) -> Served:
     return _in_order(fleet["dense"], folders["dense-0"])
 
 
 @pytest.fixture
-def moe(fleet: dict[str, Server], folders: dict[str, Path]) -> Server:
+def moe(fleet: dict[str, Served], folders: dict[str, Path]) -> Served:
     return _in_order(fleet["moe"], folders["moe-0"])

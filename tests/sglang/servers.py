@@ -1,4 +1,4 @@
-"""A real SGLang server in a process of its own, from `.venv-sglang`."""
+"""Real SGLang servers, from `.venv-sglang`: started by the product, or as somebody else would."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ARGUMENTS", "MOE_ARGUMENTS", "Server", "free_port"]
+from rollout.engines.sglang.arguments import split_arguments
+from rollout.engines.sglang.create import create_sglang_pool
+from rollout.engines.sglang.pool import PoolSettings, SGLangPool
+from rollout.engines.sglang.settings import SGLangSettings
 
-ARGUMENTS = (
+__all__ = ["ARGUMENTS", "MOE_ARGUMENTS", "Served", "Server", "free_port", "option_words", "pool_of"]
+
+_BOTH = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"),
     *("--chunked-prefill-size", "512", "--enable-deterministic-inference", "--enable-metrics"),
@@ -24,8 +29,11 @@ ARGUMENTS = (
     # A line of the log for each decoded token: tests wait for them.
     *("--decode-log-interval", "1"),
 )
-MOE_ARGUMENTS = (*ARGUMENTS, "--enable-return-routed-experts")
-START_TIMEOUT_S = 300.0
+ARGUMENTS = (*_BOTH, "--disable-overlap-schedule")
+"""Of the server of the dense model: it may be paused in place."""
+MOE_ARGUMENTS = (*_BOTH, "--enable-return-routed-experts")
+"""Of that of the mixture: scheduling and sampling overlap, as they do by default."""
+START_TIMEOUT_S = 400.0
 
 
 def free_port() -> int:
@@ -35,8 +43,88 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-class Server:
-    """Started when made; `wait` for it before the first request."""
+def option_words(arguments: Sequence[str]) -> list[str]:
+    """The same arguments as words of this project's command lines."""
+    return [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in arguments]
+
+
+def pool_of(
+    python: str,
+    model: Path,
+    logs: Path,
+    *arguments: str,
+    engines: int = 1,
+    settings: PoolSettings | None = None,
+    urls: Sequence[str] = (),
+) -> SGLangPool:
+    """The product's pool, not started: of `engines` that it starts, or of those at `urls`.
+
+    By default it looks after nothing: a test may pause or end its engines.
+    """
+    return create_sglang_pool(
+        model,
+        SGLangSettings(
+            urls=tuple(urls),
+            num_gpus=None if urls else engines,
+            arguments={} if urls else split_arguments(option_words(arguments), own=())[1],
+            python=python,
+            environment={"OMP_NUM_THREADS": "1"},
+            log_dir=logs,
+            ready_timeout_s=START_TIMEOUT_S,
+            pool=settings or PoolSettings(health_interval_s=1e6, restarts=0),
+        ),
+        devices=(),
+    )
+
+
+class Served:
+    """A server that runs, and what tests ask it beside the product."""
+
+    def __init__(self, address: str, model: Path, log: Path) -> None:
+        self.address, self.model, self.log = address, model, log
+        self.port = int(address.rpartition(":")[2])
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of what it wrote."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def decoded(self) -> int:
+        """Steps in which it has sampled, prefills left out: one token of each running request."""
+        return self.log.read_bytes().count(b"Decode batch")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it answers."""
+        try:
+            return self.call("/model_info") is not None
+        except OSError:
+            return False
+
+    def call(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
+    ) -> Any:
+        """The JSON of an answer. Raises urllib.error.HTTPError for a status that is not 2xx."""
+        request = urllib.request.Request(
+            self.address + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            raw = answer.read()
+        try:
+            return json.loads(raw)
+        except ValueError:
+            return raw.decode()
+
+    def load(self, model: Path, version: int) -> None:
+        """Take the weights of `model`, under that version; requests that run are waited for."""
+        body = {"model_path": str(model), "weight_version": str(version), "flush_cache": True}
+        answer = self.call("/update_weights_from_disk", body)
+        assert answer["success"], answer
+
+
+class Server(Served):
+    """One that the product did not start. Started when made; `wait` for it."""
 
     def __init__(
         self,
@@ -47,9 +135,7 @@ class Server:
         version: int = 0,
         port: int | None = None,
     ) -> None:
-        self.model, self.log = model, log
-        self.port = free_port() if port is None else port
-        self.address = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{free_port() if port is None else port}", model, log)
         command = [
             *(python, "-m", "sglang.launch_server", "--model-path", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--weight-version", str(version)),
@@ -79,46 +165,6 @@ class Server:
                 time.sleep(0.25)
         self.kill()
         raise RuntimeError(f"SGLang did not start; the end of {self.log}:\n{self.tail()}")
-
-    def tail(self, lines: int = 40) -> str:
-        """The end of what it wrote."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def decoded(self) -> int:
-        """Steps in which it has sampled, prefills left out: one token of each running request."""
-        return self.log.read_bytes().count(b"Decode batch")
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its process runs and answers."""
-        if self.process.poll() is not None:
-            return False
-        try:
-            return self.call("/model_info") is not None
-        except OSError:
-            return False
-
-    def call(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
-    ) -> Any:
-        """The JSON of an answer. Raises urllib.error.HTTPError for a status that is not 2xx."""
-        request = urllib.request.Request(
-            self.address + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            raw = answer.read()
-        try:
-            return json.loads(raw)
-        except ValueError:
-            return raw.decode()
-
-    def load(self, model: Path, version: int) -> None:
-        """Take the weights of `model`, under that version; requests that run are waited for."""
-        body = {"model_path": str(model), "weight_version": str(version), "flush_cache": True}
-        answer = self.call("/update_weights_from_disk", body)
-        assert answer["success"], answer
 
     def kill(self) -> None:
         """End it and all its processes at once; returns when they are gone."""

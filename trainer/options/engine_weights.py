@@ -58,7 +58,7 @@ OPTIONS: tuple[Option, ...] = (
         "retract",
         "running requests at a weight update: go on later with a cache that the new weights "
         "compute again ('retract'), end with what was sampled ('abort'), or go on with the cache "
-        "of the old weights ('in_place')",
+        "of the old weights ('in_place'; engines then run with --disable-overlap-schedule)",
         choices=("retract", "abort", "in_place"),
     ),
 )

@@ -157,6 +157,10 @@ def sglang_settings(values: Mapping[str, Any]) -> SGLangSettings:
     both = set(values["sglang_arguments"]) & set(values["sglang_place_arguments"])
     if both:
         raise _cannot("--sglang-arguments", "each argument once", ", ".join(sorted(both)))
+    arguments = {**values["sglang_arguments"], **values["sglang_place_arguments"]}
+    if values.get("pause_generation_mode") == "in_place" and not values["rollout_engine_urls"]:
+        # Else the engine labels a token of the old weights with the new version.
+        arguments.setdefault("disable-overlap-schedule", True)
     replay = values.get("use_rollout_routing_replay")
     logs = values["rollout_engine_log_dir"]
     return SGLangSettings(
@@ -164,7 +168,7 @@ def sglang_settings(values: Mapping[str, Any]) -> SGLangSettings:
         num_gpus=values["rollout_num_gpus"],
         num_gpus_per_engine=values["rollout_num_gpus_per_engine"],
         concurrency=values["sglang_server_concurrency"],
-        arguments={**values["sglang_arguments"], **values["sglang_place_arguments"]},
+        arguments=arguments,
         reports_experts=not values.get("use_routing_replay") if replay is None else bool(replay),
         dtype="bfloat16" if values.get("bf16") else "float32",
         python=values["rollout_engine_python"] or sys.executable,

@@ -382,6 +382,7 @@ def test_a_label_that_is_missing_is_not_taken_for_the_version() -> None:
 def test_a_cache_that_could_not_be_emptied_is_on_record() -> None:
     async def test(pool: Pool) -> None:
         pool.engines[0].running = 1
+        pool.engines[0].arguments["disable_overlap_schedule"] = True
         await pool.updater.update(pool.controls, 1, OLD.items())
         assert [event.cache_flushed for event in pool.updater.loaded()] == [False]
         await pool.updater.release(1)
@@ -389,6 +390,15 @@ def test_a_cache_that_could_not_be_emptied_is_on_record() -> None:
         await pool.updater.update(pool.controls, 2, NEW.items())
         assert [event.cache_flushed for event in pool.updater.loaded()] == [True]
         await pool.updater.release(2)
+
+    run(test, transport="tensor", pause_mode="in_place")
+
+
+def test_in_place_is_refused_where_scheduling_overlaps_sampling() -> None:
+    async def test(pool: Pool) -> None:
+        with pytest.raises(InvalidArgument, match="--disable-overlap-schedule"):
+            await pool.updater.update(pool.controls, 1, OLD.items())
+        assert "/pause_generation" not in pool.engines[0].called()
 
     run(test, transport="tensor", pause_mode="in_place")
 
