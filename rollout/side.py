@@ -12,6 +12,7 @@ from ledger.seeds import derive_seed
 from rollout.async_side import AsyncRollouts
 from rollout.coordinator import Coordinator
 from rollout.engines import create_async_engine, create_engine
+from rollout.environments.from_options import environment_function, environment_tools
 from rollout.episode import EpisodeFunction, single_turn
 from rollout.evaluation import evaluate
 from rollout.filters import create_filter
@@ -50,6 +51,9 @@ def rollout_settings(values: Mapping[str, Any]) -> RolloutSettings:
         rollout_top_p=values["rollout_top_p"],
         rollout_top_k=values["rollout_top_k"],
         rollout_logprob_mode=values["rollout_logprob_mode"],
+        rollout_stop_token_ids=None
+        if values["rollout_stop_token_ids"] is None
+        else tuple(values["rollout_stop_token_ids"]),
         arguments=slime_arguments(values),
         # Under another key the reward function brings the part itself.
         greedy_baseline_key=GREEDY_PART
@@ -82,7 +86,10 @@ def is_asynchronous(values: Mapping[str, Any]) -> bool:
     same again.
     """
     return bool(
-        values["engine"] != "transformers" or values["partial_rollout"] or values["fully_async"]
+        values["engine"] != "transformers"
+        or values["partial_rollout"]
+        or values["fully_async"]
+        or values["environment"] is not None
     )
 
 
@@ -128,7 +135,7 @@ class LocalRolloutSide:
         seed = values["rollout_seed"]
         task, options = values["task"], values["task_options"]
         self._tokenizer = load_tokenizer(model_dir)
-        self._source = training_source(values, self._tokenizer)
+        self._source = training_source(values, self._tokenizer, environment_tools(values))
         self._eval_seed = derive_seed("evaluation", seed)
         self._eval_source = create_source(task, seed=self._eval_seed, options=options)
         self._reward = reward_function(values, self._source.reward, args=self._settings.arguments)
@@ -145,9 +152,14 @@ class LocalRolloutSide:
                 values.get("record_routing_weights") or values.get("replay_routing_weights")
             ),
         }
-        self._params = self._settings.sampling(stop_token_ids(self._source, self._tokenizer))
+        stops = self._settings.rollout_stop_token_ids
+        if stops is None:
+            stops = stop_token_ids(self._source, self._tokenizer)
+        self._params = self._settings.sampling(stops)
         self._shape = rollout_shape(values)
-        self._drive: EpisodeFunction = single_turn
+        self._drive: EpisodeFunction = (
+            environment_function(values, self._tokenizer, stops) or single_turn
+        )
         self._worker: RolloutWorker | AsyncRollouts | None = None
         self._asynchronous: AsyncRollouts | None = None
         self._engine: Engine

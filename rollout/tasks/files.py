@@ -32,17 +32,26 @@ class FileSource:
 
     stop_texts: tuple[str, ...] = ()
 
-    def __init__(self, data: PromptData, *, tokenizer: Any, seed: int, reward: str) -> None:
+    def __init__(
+        self,
+        data: PromptData,
+        *,
+        tokenizer: Any,
+        seed: int,
+        reward: str,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
         """Open the data; with `max_prompt_len`, encode every prompt once to find the long ones.
 
         `tokenizer` is a Hugging Face one; `seed` orders the rows where they are shuffled; `reward`
-        is a name for `create_reward`.
+        is a name for `create_reward`; `tools` are for the chat template, where a row has none.
 
         Raises:
             NotFound, InvalidArgument: nothing there, no such format, no row, no chat template, or
                 the first row has not the fields that were named.
         """
         self._data, self._tokenizer, self.reward = data, tokenizer, reward
+        self._tools = tools
         self._table = PromptRows(data)
         self._rows: Sequence[int] | npt.NDArray[np.int64] = self._table.numbers
         self.digest = self._table.digest
@@ -94,6 +103,8 @@ class FileSource:
             template = blake3(self._tokenizer.get_chat_template().encode()).hexdigest()
             settings["chat_template"] = template[:16]
             settings["tool_key"] = data.tool_key
+            if self._tools is not None:
+                settings["tools"] = blake3(canonical_json(self._tools).encode()).hexdigest()[:16]
             if data.apply_chat_template_kwargs:
                 settings["apply_chat_template_kwargs"] = dict(data.apply_chat_template_kwargs)
         if data.shuffle:
@@ -111,7 +122,7 @@ class FileSource:
             try:
                 text = self._tokenizer.apply_chat_template(
                     messages,
-                    tools=row.tools,
+                    tools=self._tools if row.tools is None else row.tools,
                     tokenize=False,
                     add_generation_prompt=True,
                     **self._data.apply_chat_template_kwargs,

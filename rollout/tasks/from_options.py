@@ -66,13 +66,18 @@ def prompt_data(values: Mapping[str, Any]) -> PromptData | None:
     )
 
 
-def training_source(values: Mapping[str, Any], tokenizer: Any) -> PromptSource:
-    """The prompts that a run trains on. Raises as `FileSource` and `create_source`."""
+def training_source(
+    values: Mapping[str, Any], tokenizer: Any, tools: list[dict[str, Any]] | None = None
+) -> PromptSource:
+    """The prompts that a run trains on. Raises as `FileSource` and `create_source`.
+
+    `tools` are told to the chat template where a row has none of its own.
+    """
     data, seed = prompt_data(values), values["rollout_seed"]
     if data is None:
         return create_source(values["task"], seed=seed, options=values["task_options"])
     named = values["custom_rm_path"] or values["rm_type"]
-    source = FileSource(data, tokenizer=tokenizer, seed=seed, reward=named)
+    source = FileSource(data, tokenizer=tokenizer, seed=seed, reward=named, tools=tools)
     check_digest(data.path, values["prompt_data_digest"], source.digest)
     return source
 

@@ -18,6 +18,7 @@ from typing import Any
 from trainer.megatron_fixed import AS_IT_IS
 from trainer.options import (
     advantages,
+    agents,
     algorithm,
     async_rollout,
     batch,
@@ -51,6 +52,7 @@ OPTIONS: tuple[Option, ...] = (
     *data.OPTIONS,
     *elsewhere.OPTIONS,
     *rewards.OPTIONS,
+    *agents.OPTIONS,
     *advantages.OPTIONS,
     *algorithm.OPTIONS,
     *losses.OPTIONS,
@@ -74,6 +76,7 @@ _TITLES: Mapping[Group, str] = {
     "ledger": "ledger",
     "checkpoint": "checkpoint",
     "rollout": "rollout",
+    "agents": "episodes with an environment",
     "data": "prompt data and rewards",
     "algorithm": "algorithm",
     "batch": "batch",

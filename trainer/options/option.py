@@ -13,6 +13,7 @@ Group = Literal[
     "ledger",
     "checkpoint",
     "rollout",
+    "agents",
     "data",
     "algorithm",
     "batch",
