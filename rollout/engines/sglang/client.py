@@ -69,6 +69,7 @@ class SGLangClient:
         self._connect_timeout_s = connect_timeout_s
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session: Any = None
+        self._closed = False
         self._server: ServerFacts | None = None
         self.updates = 0
         """Times that this process changed the server's weights or their version."""
@@ -94,7 +95,8 @@ class SGLangClient:
         return self._server
 
     async def close(self) -> None:
-        """Close the connections; requests that wait fail with Unreachable."""
+        """Close the connections; requests that wait, or come later, fail with Unreachable."""
+        self._closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -248,6 +250,11 @@ class SGLangClient:
         on: str,
     ) -> bytes:
         aiohttp = self._aiohttp
+        where = f"{on}, engine {self.address}"
+        if self._closed:
+            raise Unreachable(
+                explain("asking an engine", on=where, expected="an engine", found="given up")
+            )
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 # How many requests run at a time is decided elsewhere: a request for control must
@@ -256,7 +263,6 @@ class SGLangClient:
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
             )
-        where = f"{on}, engine {self.address}"
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
             async with self._session.request(
