@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ledger.errors import RewardFailed
+from ledger.evaluations import Evaluation
 from ledger.events import EvalScored
 from ledger.seeds import derive_seed
 from rollout.protocol import Engine, GenerationRequest, SamplingParams
@@ -14,7 +17,56 @@ from rollout.records import response_text
 from rollout.rewards import RewardFunction, ScoredSample
 from rollout.tasks import PromptSource
 
-__all__ = ["evaluate"]
+__all__ = ["EvaluationRun", "evaluate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRun:
+    """One evaluation that can be made of any version."""
+
+    name: str
+    source: PromptSource
+    reward: RewardFunction
+    n_prompts: int
+    """The first rows of the source."""
+    n_samples: int = 1
+    """Responses to each of them."""
+    params: SamplingParams
+    seed: int
+    says_sampling: bool = False
+    """Whether its events say how they sampled; else it is as in the rollout."""
+
+    @property
+    def key(self) -> Evaluation:
+        """What its events are compared by."""
+        said = self.says_sampling
+        return Evaluation(
+            self.name,
+            self.source.name,
+            self.n_prompts * self.n_samples,
+            self.seed,
+            self.reward.name,
+            self.params.temperature,
+            self.params.top_p if said else None,
+            self.params.top_k if said else None,
+            self.params.max_new_tokens if said else None,
+        )
+
+    def measure(self, engine: Engine, tokenizer: Any, weight_version: int) -> EvalScored:
+        """As `evaluate`."""
+        return evaluate(
+            engine,
+            self.source,
+            self.reward,
+            tokenizer,
+            name=self.name,
+            n_prompts=self.n_prompts,
+            n_samples=self.n_samples,
+            params=self.params,
+            seed=self.seed,
+            weight_version=weight_version,
+            says_sampling=self.says_sampling,
+        )
 
 
 def evaluate(
@@ -28,13 +80,21 @@ def evaluate(
     params: SamplingParams,
     seed: int,
     weight_version: int,
+    n_samples: int = 1,
+    says_sampling: bool = False,
 ) -> EvalScored:
-    """One response to each of the first `n_prompts` prompts of `source`, scored.
+    """`n_samples` responses to each of the first `n_prompts` prompts of `source`, scored.
 
-    The sampling seeds derive from `seed` and the row alone, so that every version, on every branch,
-    answers the same prompts with the same random numbers: differences are those of the weights.
+    The sampling seeds derive from `seed`, the row and the number of the response alone, so that
+    every version, on every branch, answers the same prompts with the same random numbers:
+    differences are those of the weights. Where the verifier gives no reward, NaN stands for it, and
+    the mean is over the others.
+
+    Raises:
+        RewardFailed: it gave none at all.
     """
     began = time.perf_counter()
+    rows = np.repeat(np.arange(n_prompts, dtype=np.int64), n_samples)
     prompts = [source.prompt(row) for row in range(n_prompts)]
     contexts = [
         np.array(tokenizer.encode(p.text, add_special_tokens=False), np.int32)
@@ -44,38 +104,55 @@ def evaluate(
     ]
     results = engine.generate(
         [
-            GenerationRequest(index=row, tokens=tokens, seed=derive_seed("eval", seed, row))
-            for row, tokens in enumerate(contexts)
+            GenerationRequest(
+                index=index, tokens=contexts[row], seed=_seed(seed, int(row), index % n_samples)
+            )
+            for index, row in enumerate(rows)
         ],
         params,
     )
-    rewards = np.zeros(n_prompts, np.float64)
-    for row, (prompt, tokens, result) in enumerate(zip(prompts, contexts, results, strict=True)):
+    rewards = np.full(len(rows), np.nan)
+    failed: RewardFailed | None = None
+    for index, (row, result) in enumerate(zip(rows, results, strict=True)):
+        prompt = prompts[row]
         sample = ScoredSample(
-            index=row,
-            group_index=row,
-            rollout_id=row,
+            index=index,
+            group_index=int(row),
+            rollout_id=index,
             prompt=prompt.text,
             response=response_text(
                 tokenizer, result.tokens, result.finish_reason, params.stop_token_ids
             ),
-            tokens=np.concatenate([tokens, result.tokens]),
+            tokens=np.concatenate([contexts[row], result.tokens]),
             response_length=len(result.tokens),
             label=prompt.label,
             metadata=dict(prompt.metadata or {}),
             finish_reason=result.finish_reason,
         )
-        rewards[row] = reward(sample).value
+        try:
+            rewards[index] = reward(sample).value
+        except RewardFailed as error:
+            failed = error
+    given = rewards[~np.isnan(rewards)]
+    if failed is not None and not len(given):
+        raise failed
     return EvalScored(
         weight_version=weight_version,
         name=name,
         source=source.name,
-        source_rows=np.arange(n_prompts, dtype=np.int64),
+        source_rows=rows,
         rewards=rewards,
         response_tokens=[result.tokens for result in results],
-        mean_reward=float(rewards.mean()),
+        mean_reward=float(given.mean()),
         temperature=params.temperature,
         seed=seed,
         verifier=reward.name,
         eval_time_s=time.perf_counter() - began,
+        top_p=params.top_p if says_sampling else None,
+        top_k=params.top_k if says_sampling else None,
+        max_new_tokens=params.max_new_tokens if says_sampling else None,
     )
+
+
+def _seed(seed: int, row: int, number: int) -> int:
+    return derive_seed("eval", seed, row) if number == 0 else derive_seed("eval", seed, row, number)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ledger.errors import NotFound, explain
+from ledger.evaluations import Evaluation
 from ledger.events import EvalScored
-from ledger.seeds import derive_seed
 from rollout.async_side import AsyncRollouts
 from rollout.coordinator import Coordinator
 from rollout.engines import create_async_engine, create_engine
 from rollout.environments.from_options import environment_function, environment_tools
 from rollout.episode import EpisodeFunction, single_turn
-from rollout.evaluation import evaluate
+from rollout.evaluation_options import evaluation_runs
 from rollout.filters import create_filter
+from rollout.left_out import record_left_out
 from rollout.protocol import AsyncEngine, Engine
 from rollout.reward_options import reward_function
 from rollout.settings import RolloutSettings
 from rollout.shapes import RolloutShape
 from rollout.slime.arguments import slime_arguments
-from rollout.tasks import create_source, stop_token_ids
+from rollout.tasks import stop_token_ids
 from rollout.tasks.from_options import training_source
 from rollout.worker import RolloutProgress, RolloutSummary, RolloutWorker
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalRolloutSide", "is_asynchronous", "load_tokenizer", "rollout_settings"]
 
-EVALUATION = "held-out"
 GREEDY_PART = "greedy_reward"
 """Part of a reward that holds the reward of the prompt's greedy sample."""
 
@@ -132,15 +132,11 @@ class LocalRolloutSide:
         package does not fit.
         """
         self._settings = rollout_settings(values)
-        seed = values["rollout_seed"]
-        task, options = values["task"], values["task_options"]
         self._tokenizer = load_tokenizer(model_dir)
-        self._source = training_source(values, self._tokenizer, environment_tools(values))
-        self._eval_seed = derive_seed("evaluation", seed)
-        self._eval_source = create_source(task, seed=self._eval_seed, options=options)
+        tools = environment_tools(values)
+        self._source = training_source(values, self._tokenizer, tools)
         self._reward = reward_function(values, self._source.reward, args=self._settings.arguments)
         create_filter(self._settings.dynamic_sampling_filter_path)
-        self._n_eval_prompts = values["n_eval_prompts"]
         embedded = {
             "device": _device(),
             # The engine holds what was published, bit for bit.
@@ -155,7 +151,15 @@ class LocalRolloutSide:
         stops = self._settings.rollout_stop_token_ids
         if stops is None:
             stops = stop_token_ids(self._source, self._tokenizer)
-        self._params = self._settings.sampling(stops)
+        runs = evaluation_runs(
+            values,
+            self._settings,
+            self._settings.sampling(stops),
+            self._reward,
+            self._tokenizer,
+            tools=tools,
+        )
+        self._evaluations = {run.name: run for run in runs}
         self._shape = rollout_shape(values)
         self._drive: EpisodeFunction = (
             environment_function(values, self._tokenizer, stops) or single_turn
@@ -181,6 +185,7 @@ class LocalRolloutSide:
         progress: Callable[[RolloutProgress], None] | None = None,
     ) -> None:
         """Name the branch whose rollouts are made, and the writer of their events."""
+        record_left_out(ledger.reader(run_id, branch), writer, self._source)
         if self._asynchronous is None:
             self._worker = RolloutWorker(
                 ledger,
@@ -247,23 +252,13 @@ class LocalRolloutSide:
         return self._worker.rollout(rollout_step, consumer_version)
 
     @property
-    def evaluation(self) -> tuple[str, int, int, str]:
-        """Source, number of prompts, seed and verifier of an evaluation."""
-        return self._eval_source.name, self._n_eval_prompts, self._eval_seed, self._reward.name
+    def evaluations(self) -> Sequence[Evaluation]:
+        """What is measured, by name."""
+        return [run.key for run in self._evaluations.values()]
 
-    def evaluate(self, version: int) -> EvalScored:
-        """Measure the loaded weights, at the training temperature, on held-out prompts."""
-        return evaluate(
-            self._engine,
-            self._eval_source,
-            self._reward,
-            self._tokenizer,
-            name=EVALUATION,
-            n_prompts=self._n_eval_prompts,
-            params=self._params,
-            seed=self._eval_seed,
-            weight_version=version,
-        )
+    def evaluate(self, version: int, name: str) -> EvalScored:
+        """Measure the loaded weights by the evaluation of that name."""
+        return self._evaluations[name].measure(self._engine, self._tokenizer, version)
 
     def load_weights(self, version: int, named: Iterable[tuple[str, Any]]) -> list[TensorRecord]:
         """As `Engine.update_weights`: the engine stays stopped until `release`."""

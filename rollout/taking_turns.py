@@ -8,7 +8,7 @@ process that is killed goes on as if it had not been.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ledger.decisions import Decisions
 from ledger.encode import events_of
 from ledger.errors import Diverged, NotFound, explain
+from ledger.evaluations import Evaluation
 from ledger.events import EvalScored, WeightsLoaded
 from ledger.waiting import wait_for
 from ledger.weights import TensorRecord, first_difference, weights_root
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from ledger.writer import Writer
 
 __all__ = ["RolloutsInTurn", "Turns", "load_version"]
-
-Evaluation = tuple[str, int, int, str]
-"""Source, number of prompts, seed and verifier."""
 
 
 class _Outcome(Protocol):
@@ -46,11 +44,11 @@ class Side(Protocol):
     def name(self) -> str: ...
 
     @property
-    def evaluation(self) -> Evaluation: ...
+    def evaluations(self) -> Sequence[Evaluation]: ...
 
     def rollout(self, rollout_step: int, consumer_version: int | None) -> _Outcome: ...
 
-    def evaluate(self, version: int) -> EvalScored: ...
+    def evaluate(self, version: int, name: str) -> EvalScored: ...
 
     def load_weights(
         self, version: int, named: Iterable[tuple[str, Any]]
@@ -143,8 +141,7 @@ class RolloutsInTurn:
         """Make what is missing up to `num_rollout` rollout steps. Raises whatever fails."""
         scored = self.ledger.reader(self.run_id, branch=None).table("eval_scored")
         self._evaluated.update(
-            (e.weight_version, (e.source, len(e.source_rows), e.seed, e.verifier))
-            for e in events_of(scored, EvalScored)
+            (e.weight_version, Evaluation.of(e)) for e in events_of(scored, EvalScored)
         )
         decisions = Decisions(self.ledger, self.run_id, self.branch)
         decisions.read()
@@ -232,16 +229,16 @@ class RolloutsInTurn:
     def _evaluate(self) -> None:
         if self.eval_interval is None or self.loaded is None:
             return
-        key = (self.loaded, self.side.evaluation)
-        if key in self._evaluated:
-            return
-        began = time.perf_counter()
-        self.doing(f"evaluation of version {self.loaded}")
-        event = self.side.evaluate(self.loaded)
-        self.writer.append([event])
-        self._evaluated.add(key)
-        self.say(
-            f"evaluation of version {self.loaded}: mean reward {event.mean_reward:.3f} "
-            f"on {len(event.rewards)} prompts"
-        )
-        self.turns.spent("evaluation", began)
+        for one in self.side.evaluations:
+            if (self.loaded, one) in self._evaluated:
+                continue
+            began = time.perf_counter()
+            self.doing(f"evaluation {one.name} of version {self.loaded}")
+            event = self.side.evaluate(self.loaded, one.name)
+            self.writer.append([event])
+            self._evaluated.add((self.loaded, one))
+            self.say(
+                f"evaluation {one.name} of version {self.loaded}: mean reward "
+                f"{event.mean_reward:.3f} on {len(event.rewards)} responses"
+            )
+            self.turns.spent("evaluation", began)

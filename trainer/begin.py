@@ -31,9 +31,13 @@ DEFAULT_RUN = "run"
 
 _MODEL_FOLDERS = tuple(FOLDERS.values())
 
-_OF_ROLLOUTS = {o.name for o in OPTIONS if o.content and o.group in ("rollout", "data")} - {
-    "n_eval_prompts"
-} | {"global_batch_size", "num_steps_per_rollout"}
+_OF_EVALUATIONS = {o.name for o in OPTIONS if o.name.startswith("eval_")} | {
+    "n_eval_prompts",
+    "n_samples_per_eval_prompt",
+}
+_OF_ROLLOUTS = (
+    {o.name for o in OPTIONS if o.content and o.group in ("rollout", "data")} - _OF_EVALUATIONS
+) | {"global_batch_size", "num_steps_per_rollout"}
 """What recorded trajectories were made with."""
 
 _SAMPLED_WITH = _OF_ROLLOUTS - {"global_batch_size", "num_steps_per_rollout"}

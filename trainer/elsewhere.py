@@ -6,11 +6,12 @@ trains on, and a version that the trainer publishes lies in a folder which its e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ledger.decisions import Decisions
+from ledger.evaluations import Evaluation
 from ledger.events import EvalScored
 from ledger.reader import Reader
 from ledger.store import Ledger
@@ -117,11 +118,11 @@ class RolloutsElsewhere:
         )
 
     @property
-    def evaluation(self) -> tuple[str, int, int, str]:
+    def evaluations(self) -> Sequence[Evaluation]:
         """Not to be asked: this side does not evaluate."""
         raise RuntimeError("rollouts made elsewhere are evaluated there")
 
-    def evaluate(self, version: int) -> EvalScored:
+    def evaluate(self, version: int, name: str) -> EvalScored:
         """Not to be asked: this side does not evaluate."""
         raise RuntimeError("rollouts made elsewhere are evaluated there")
 

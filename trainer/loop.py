@@ -19,6 +19,7 @@ import numpy as np
 
 from ledger.encode import events_of
 from ledger.errors import Diverged, explain
+from ledger.evaluations import Evaluation
 from ledger.events import EvalScored, StepCommitted, WeightsPublished
 from ledger.numbering import VERSION_SPAN, local_number, run_number
 from ledger.store import Ledger
@@ -52,10 +53,6 @@ class RolloutOutcome(Protocol):
         """Response tokens of all samples."""
 
 
-Evaluation = tuple[str, int, int, str]
-"""Source, number of prompts, seed and verifier."""
-
-
 class RolloutSide(Protocol):
     """Samples, verifies and evaluates with the weights it was last given."""
 
@@ -85,11 +82,11 @@ class RolloutSide(Protocol):
         """
 
     @property
-    def evaluation(self) -> Evaluation:
-        """What an evaluation measures on, so that only like is compared with like."""
+    def evaluations(self) -> Sequence[Evaluation]:
+        """What evaluations measure on, each with a name of its own."""
 
-    def evaluate(self, version: int) -> EvalScored:
-        """Measure the weights that are loaded."""
+    def evaluate(self, version: int, name: str) -> EvalScored:
+        """Measure the weights that are loaded, by the evaluation of that name."""
 
     def load_weights(self, version: int, named: Iterable[tuple[str, Any]]) -> list[TensorRecord]:
         """Stop, take new weights, and return records of the engine's own parameters."""
@@ -177,8 +174,7 @@ class TrainingLoop:
         """Train to the end; returns the place after it. Raises whatever a stage raises."""
         scored = self.ledger.reader(self.run_id, branch=None).table("eval_scored")
         self._evaluated.update(
-            (e.weight_version, (e.source, len(e.source_rows), e.seed, e.verifier))
-            for e in events_of(scored, EvalScored)
+            (e.weight_version, Evaluation.of(e)) for e in events_of(scored, EvalScored)
         )
         try:
             self._run()
@@ -391,20 +387,20 @@ class TrainingLoop:
             raise RuntimeError("a loop with evaluations was made without a rollout side")
         if not self.rollout_side.evaluates:
             return
-        key = (version, self.rollout_side.evaluation)
-        if key in self._evaluated:
-            return
-        began = time.perf_counter()
-        self.progress.doing(f"evaluation of version {version}")
-        event = self.rollout_side.evaluate(version)
-        self.writer.append([event])
-        self._track(event)
-        self._evaluated.add(key)
-        self.progress.say(
-            f"evaluation of version {version}: mean reward {event.mean_reward:.3f} "
-            f"on {len(event.rewards)} prompts"
-        )
-        self.summary.spent("evaluation", began)
+        for one in self.rollout_side.evaluations:
+            if (version, one) in self._evaluated:
+                continue
+            began = time.perf_counter()
+            self.progress.doing(f"evaluation {one.name} of version {version}")
+            event = self.rollout_side.evaluate(version, one.name)
+            self.writer.append([event])
+            self._track(event)
+            self._evaluated.add((version, one))
+            self.progress.say(
+                f"evaluation {one.name} of version {version}: mean reward "
+                f"{event.mean_reward:.3f} on {len(event.rewards)} responses"
+            )
+            self.summary.spent("evaluation", began)
 
     def _track(self, event: StepCommitted | EvalScored) -> None:
         if self.tracker is not None:

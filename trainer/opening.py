@@ -492,5 +492,13 @@ def is_complete(ledger: Ledger, standing: Standing) -> bool:
         standing.values["rollout_by"] == "trainer"
     ):
         table = ledger.reader(standing.run_id, branch=None).table("eval_scored")
-        left = left or place.weight_version not in table["weight_version"].to_pylist()
+        scored = {
+            name
+            for version, name in zip(
+                table["weight_version"].to_pylist(), table["name"].to_pylist(), strict=True
+            )
+            if version == place.weight_version
+        }
+        named = (standing.values["eval_prompt_data"] or [])[::2]
+        left = left or not scored or not scored.issuperset(named)
     return not left and place.weight_version in standing.history.checkpoints

@@ -52,6 +52,7 @@ class FileSource:
         """
         self._data, self._tokenizer, self.reward = data, tokenizer, reward
         self._tools = tools
+        self.max_prompt_len = data.max_prompt_len
         self._table = PromptRows(data)
         self._rows: Sequence[int] | npt.NDArray[np.int64] = self._table.numbers
         self.digest = self._table.digest

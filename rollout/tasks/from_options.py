@@ -10,21 +10,18 @@ from rollout.tasks import PromptSource, create_source
 from rollout.tasks.files import FileSource
 from rollout.tasks.prompt_rows import PromptData, PromptRows, content_digest
 
-__all__ = ["check_digest", "check_rows", "prompt_data", "training_source", "with_digests"]
+__all__ = [
+    "check_digest",
+    "check_rows",
+    "evaluation_paths",
+    "how_judged",
+    "prompt_data",
+    "prompt_data_of",
+    "training_source",
+    "with_digests",
+]
 
 _DEFAULT_TASK = "addition"
-
-
-def with_digests(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with digests of the data that they name, which are recorded and compared.
-
-    Raises InvalidArgument where a digest was given that the data does not have.
-    """
-    given = dict(explicit)
-    if given.get("prompt_data"):
-        found = content_digest(given["prompt_data"])
-        check_digest(given["prompt_data"], given.setdefault("prompt_data_digest", found), found)
-    return given
 
 
 def prompt_data(values: Mapping[str, Any]) -> PromptData | None:
@@ -44,7 +41,14 @@ def prompt_data(values: Mapping[str, Any]) -> PromptData | None:
                 found=f"--prompt-data {path} with --task {values['task']}",
             )
         )
-    if values["custom_rm_path"] is None and values["rm_type"] is None:
+    how_judged(values)
+    return prompt_data_of(values, path)
+
+
+def how_judged(values: Mapping[str, Any]) -> str:
+    """The name of the reward for prompts of a file. Raises InvalidArgument without one."""
+    named: str | None = values["custom_rm_path"] or values["rm_type"]
+    if named is None:
         raise InvalidArgument(
             explain(
                 "choosing how answers are judged",
@@ -53,17 +57,46 @@ def prompt_data(values: Mapping[str, Any]) -> PromptData | None:
                 found="nothing: a file of prompts says nothing of rewards",
             )
         )
+    return named
+
+
+def prompt_data_of(values: Mapping[str, Any], path: str, *, evaluation: bool = False) -> PromptData:
+    """The data at `path`, read as the options say; for evaluations, as those that override them."""
+
+    def said(name: str, own: str) -> Any:
+        over = values[own] if evaluation else None
+        return values[name] if over is None else over
+
     return PromptData(
         path=path,
-        input_key=values["input_key"],
-        label_key=values["label_key"],
+        input_key=said("input_key", "eval_input_key"),
+        label_key=said("label_key", "eval_label_key"),
         metadata_key=values["metadata_key"],
-        tool_key=values["tool_key"],
+        tool_key=said("tool_key", "eval_tool_key"),
         apply_chat_template=values["apply_chat_template"],
         apply_chat_template_kwargs=values["apply_chat_template_kwargs"],
-        shuffle=values["rollout_shuffle"],
-        max_prompt_len=values["rollout_max_prompt_len"],
+        shuffle=values["rollout_shuffle"] and not evaluation,
+        max_prompt_len=said("rollout_max_prompt_len", "eval_max_prompt_len"),
     )
+
+
+def evaluation_paths(values: Mapping[str, Any]) -> dict[str, str]:
+    """--eval-prompt-data NAME PATH [NAME PATH …] by name.
+
+    Raises InvalidArgument for a name without a path, or one that is given twice.
+    """
+    words = values.get("eval_prompt_data") or []
+    names = words[::2]
+    if len(words) % 2 or len(set(names)) != len(names):
+        raise InvalidArgument(
+            explain(
+                "choosing evaluations",
+                on="--eval-prompt-data",
+                expected="pairs of a name, each another, and a path",
+                found=" ".join(words),
+            )
+        )
+    return dict(zip(names, words[1::2], strict=True))
 
 
 def training_source(
@@ -76,8 +109,9 @@ def training_source(
     data, seed = prompt_data(values), values["rollout_seed"]
     if data is None:
         return create_source(values["task"], seed=seed, options=values["task_options"])
-    named = values["custom_rm_path"] or values["rm_type"]
-    source = FileSource(data, tokenizer=tokenizer, seed=seed, reward=named, tools=tools)
+    source = FileSource(
+        data, tokenizer=tokenizer, seed=seed, reward=how_judged(values), tools=tools
+    )
     check_digest(data.path, values["prompt_data_digest"], source.digest)
     return source
 
@@ -87,6 +121,25 @@ def check_rows(values: Mapping[str, Any]) -> None:
     data = prompt_data(values)
     if data is not None:
         PromptRows(data).check()
+
+
+def with_digests(explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with digests of the data that they name, which are recorded and compared.
+
+    Raises InvalidArgument where one was given that is not that of the data, and as
+    `content_digest`.
+    """
+    given = dict(explicit)
+    if given.get("prompt_data"):
+        found = content_digest(given["prompt_data"])
+        check_digest(given["prompt_data"], given.setdefault("prompt_data_digest", found), found)
+    if given.get("eval_prompt_data"):
+        paths = evaluation_paths(given)
+        digests = {name: content_digest(path) for name, path in paths.items()}
+        for name, said in given.setdefault("eval_data_digests", digests).items():
+            if name in paths:
+                check_digest(paths[name], said, digests[name])
+    return given
 
 
 def check_digest(path: str, expected: str | None, found: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.options.option import COUNT, Option, place
+from trainer.ranges import LARGEST, above, at_least
 
 __all__ = ["OPTIONS"]
 
@@ -60,6 +61,73 @@ OPTIONS: tuple[Option, ...] = (
         int,
         None,
         "leave prompts of more tokens out; every prompt is encoded once at the start to find them",
+        within=COUNT,
+    ),
+    place(
+        "eval_prompt_data",
+        "data",
+        "strs",
+        None,
+        "evaluations on data: NAME PATH [NAME PATH …], formats as of --prompt-data; default: the "
+        "task's own prompts of another seed",
+    ),
+    Option(
+        "eval_data_digests",
+        "data",
+        "json",
+        {},
+        "JSON object of the blake3 of each evaluation's data, computed, recorded and compared as "
+        "--prompt-data-digest",
+    ),
+    Option("eval_input_key", "data", str, None, "as --input-key; default: as that one"),
+    Option("eval_label_key", "data", str, None, "as --label-key; default: as that one"),
+    Option("eval_tool_key", "data", str, None, "as --tool-key; default: as that one"),
+    Option(
+        "eval_max_prompt_len",
+        "data",
+        int,
+        None,
+        "as --rollout-max-prompt-len; default: as that one",
+        within=COUNT,
+    ),
+    Option(
+        "n_samples_per_eval_prompt",
+        "data",
+        int,
+        1,
+        "responses to each prompt of --eval-prompt-data",
+        within=COUNT,
+    ),
+    Option(
+        "eval_temperature",
+        "data",
+        float,
+        None,
+        "sampling temperature on --eval-prompt-data, 0 for greedy; default: the rollout's",
+        within=at_least(0),
+    ),
+    Option(
+        "eval_top_p",
+        "data",
+        float,
+        None,
+        "nucleus mass on --eval-prompt-data; default: the rollout's",
+        within=above(0, 1),
+    ),
+    Option(
+        "eval_top_k",
+        "data",
+        int,
+        None,
+        "number of candidates on --eval-prompt-data; default: the rollout's",
+        within=at_least(1, LARGEST, off=-1),
+    ),
+    Option(
+        "eval_max_response_len",
+        "data",
+        int,
+        None,
+        "new tokens of a response on --eval-prompt-data at most; default: the rollout's",
         within=COUNT,
     ),
 )
