@@ -1,7 +1,7 @@
 """The GPU memory of engines that share their GPUs with the trainer: given back, and taken again.
 
-An engine needs `--enable-memory-saver`. Its weights are lost while it sleeps: an update follows. All
-of it is for GPUs, and has not been run.
+An engine needs `--enable-memory-saver`. Its weights are lost while it sleeps: an update follows.
+All of it is for GPUs, and has not been run.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from collections.abc import Sequence
 
 from ledger.errors import EngineFailed, explain
 from rollout.weights.control import EngineControl
+from rollout.weights.updater import WeightUpdater
 
 __all__ = ["sleep", "wake_cache", "wake_weights"]
 
 
-async def sleep(engines: Sequence[EngineControl], mode: str = "retract") -> None:
+async def sleep(
+    updater: WeightUpdater, engines: Sequence[EngineControl], mode: str = "retract"
+) -> None:
     """Pause engines and give back everything: weights, KV cache, CUDA graphs.
 
-    Raises EngineFailed where one does not; those before it sleep.
+    Raises EngineFailed where one does not; others may sleep.
     """
+    updater.lost(engines)
     for engine in engines:
         answer = await engine.pause(mode)
         if not answer.ok:

@@ -199,6 +199,11 @@ class WeightUpdater:
         await self._continue([engine])
         return event
 
+    def lost(self, engines: Iterable[EngineControl]) -> None:
+        """Their weights are gone: the next update, or `restore`, brings them everything."""
+        for engine in engines:
+            self._forget(engine)
+
     async def close(self) -> None:
         """Forget the versions, remove the temporary folder, and leave the group of a broadcast.
 

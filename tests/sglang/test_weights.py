@@ -88,7 +88,7 @@ def test_an_engine_is_brought_a_version_and_then_what_has_changed(
     first = weights_of(folders[f"{kind}-1"])
     name = EXPERT if kind == "moe" else KEYS
     second = {**first, name: weights_of(folders[f"{kind}-0"])[name]}
-    before = held(engine)
+    before, after_first = held(engine), []
 
     async def test(control: EngineControl, updater: WeightUpdater) -> None:
         recorded: list[Event] = []
@@ -101,6 +101,8 @@ def test_an_engine_is_brought_a_version_and_then_what_has_changed(
             records = await updater.update([control], version, weights.items())
             assert weights_root(records) == updater.loaded()[0].root
             await updater.release(version)
+            if version == 5:
+                after_first.append(held(engine))
         sent = [(e.base_version, e.sent_tensors, e.cache_flushed) for e in recorded]  # type: ignore[attr-defined]
         assert sent == [(None, len(first), True), (5, 1, True), (6, 0, True)]
         assert [e.transport for e in recorded] == [transport] * 3  # type: ignore[attr-defined]
@@ -113,6 +115,9 @@ def test_an_engine_is_brought_a_version_and_then_what_has_changed(
     }
     answer = sample(engine, 4)
     assert answer["meta_info"]["weight_versions"] == [{"version": "7", "start": 0, "end": 4}]
+    # What was brought is what SGLang's own loader makes of the files.
+    engine.load(folders[f"{kind}-1"], 8)
+    assert after_first == [held(engine)]
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
