@@ -21,7 +21,7 @@ from ledger.weights import weights_root
 from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings
 from rollout.weights.control import Answer
 from rollout.weights.payload import SharedChunk
-from tests.sglang.servers import ARGUMENTS, Server
+from tests.sglang.servers import ARGUMENTS, Served, Server
 
 NORM = "model.norm.weight"
 KEYS = "model.layers.0.self_attn.k_proj.weight"
@@ -39,7 +39,7 @@ def updater_for(folder: Path, **settings: Any) -> WeightUpdater:
 
 
 def run(
-    server: Server,
+    server: Served,
     folder: Path,
     test: Callable[[EngineControl, WeightUpdater], Awaitable[None]],
     **settings: Any,
@@ -56,14 +56,14 @@ def run(
     asyncio.run(main())
 
 
-def held(server: Server) -> dict[str, str]:
+def held(server: Served) -> dict[str, str]:
     """The engine's own checksums."""
     [rank] = server.call("/weights_checker", {"action": "checksum"})["ranks"]
     found: dict[str, str] = rank["checksums"]
     return found
 
 
-def sample(server: Server, count: int, **more: Any) -> dict[str, Any]:
+def sample(server: Served, count: int, **more: Any) -> dict[str, Any]:
     answer: dict[str, Any] = server.call(
         "/generate",
         {
@@ -76,13 +76,13 @@ def sample(server: Server, count: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(params=["dense", "moe"])
-def server(request: pytest.FixtureRequest) -> tuple[Server, str]:
+def server(request: pytest.FixtureRequest) -> tuple[Served, str]:
     return request.getfixturevalue(request.param), request.param
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_an_engine_is_brought_a_version_and_then_what_has_changed(
-    server: tuple[Server, str], folders: dict[str, Path], transport: str
+    server: tuple[Served, str], folders: dict[str, Path], transport: str
 ) -> None:
     engine, kind = server
     first = weights_of(folders[f"{kind}-1"])
@@ -122,7 +122,7 @@ def test_an_engine_is_brought_a_version_and_then_what_has_changed(
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_a_request_that_runs_on_is_told_which_version_sampled_each_token(
-    dense: Server, folders: dict[str, Path], mode: str
+    dense: Served, folders: dict[str, Path], mode: str
 ) -> None:
     weights = weights_of(folders["dense-1"])
     answers: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ def test_a_request_that_runs_on_is_told_which_version_sampled_each_token(
         assert count == many
 
 
-def test_a_path_that_does_not_exist_changes_nothing(dense: Server, tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_changes_nothing(dense: Served, tmp_path: Path) -> None:
     before = held(dense)
 
     async def main() -> Answer:
@@ -198,7 +198,7 @@ class SomebodyElse(EngineControl):
 
 
 def test_other_bits_than_were_published_are_found_and_the_old_version_is_served_again(
-    moe: Server, folders: dict[str, Path]
+    moe: Served, folders: dict[str, Path]
 ) -> None:
     first, second = weights_of(folders["moe-1"]), weights_of(folders["moe-0"])
 
@@ -224,7 +224,7 @@ def test_other_bits_than_were_published_are_found_and_the_old_version_is_served_
 
 
 def test_a_first_version_that_fails_leaves_what_the_engine_was_started_with(
-    dense: Server, folders: dict[str, Path]
+    dense: Served, folders: dict[str, Path]
 ) -> None:
     dense.load(folders["dense-0"], 0)
     before = held(dense)
@@ -243,7 +243,7 @@ def test_a_first_version_that_fails_leaves_what_the_engine_was_started_with(
 
 
 def test_what_a_killed_process_left_half_done_is_put_right_by_the_next(
-    dense: Server, folders: dict[str, Path]
+    dense: Served, folders: dict[str, Path]
 ) -> None:
     committed = weights_of(folders["dense-1"])
 
