@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,11 @@ class Coordinator:
         *,
         drive: EpisodeFunction = single_turn,
         progress: Callable[[RolloutProgress], None] | None = None,
+        executor: Executor | None = None,
     ) -> None:
         """Reads what the branch's buffer holds; `writer` must have begun its epoch before.
+
+        `executor` runs the reward functions and the appends; None: threads of its own.
 
         Raises InvalidArgument for a filter or stop text that cannot work, and what reading raises.
         """
@@ -82,12 +85,12 @@ class Coordinator:
         self.params = params
         self.buffer = read_buffer(ledger, run_id, branch, source.name)
         self.engine = GatedEngine(engine)
-        self._events = EventSink(writer.append)
+        self._events = EventSink(writer.append, executor)
         self.sink = BufferedSink(self._events, self.buffer)
         if isinstance(engine, ReportsLoads):
             engine.on_loaded = self._events.append
         limit = shape.async_max_concurrent_samples
-        self._scorers = ThreadPoolExecutor(_SCORERS, thread_name_prefix="reward")
+        self._scorers = executor or ThreadPoolExecutor(_SCORERS, thread_name_prefix="reward")
         self._services = RunServices(
             episodes=EpisodeServices(
                 engine=self.engine,
@@ -412,6 +415,7 @@ class Coordinator:
         """End what still runs; its groups are dropped, or with partial rollouts put back."""
         partial = self._shape.partial_rollout
         running = list(self._runs.values())
+        stopped = self._runs | self._passing
         if partial:
             # Where only the reward is missing, nothing is generated: it may come meanwhile.
             running = [run for run in running if not run.is_scoring]
@@ -422,21 +426,20 @@ class Coordinator:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._raise_failure()
+        stopped |= self._passing
         reason = f"{self._settings.rollout_batch_size} groups were kept before it"
         events: list[Event] = []
         for key, group in list(self.buffer.groups.items()):
             if key in chosen:
                 continue
-            run = self._passing.get(key) or self._runs.get(key) or GroupRun(group, self._services)
+            run = stopped.get(key) or GroupRun(group, self._services)
             if partial:
-                how = "whole" if key in self._passing else "waits for its reward"
-                how = how if key in self._passing or key in self._runs else "cut"
+                how = "whole" if run.is_whole else "cut"
                 events += self._decisions(run, "recycled", f"{how}: {reason}", "partial_rollout")
-            elif key in self._passing:
-                events += self._decisions(run, "surplus", reason, "rollout_batch_size")
-                del self._passing[key]
             else:
-                events += self._decisions(run, "aborted", reason, "rollout_batch_size")
+                decision = "surplus" if run.is_whole else "aborted"
+                events += self._decisions(run, decision, reason, "rollout_batch_size")
+                self._passing.pop(key, None)
         return events
 
     async def _stop(self, runs: Sequence[GroupRun]) -> None:

@@ -74,6 +74,7 @@ class GroupRun:
         self.is_scoring = False
         """Whether generation has ended, and the rewards are being found."""
         self._stopping = False
+        self._ended: set[int] = set()
         self._episodes: dict[int, Episode] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -100,6 +101,12 @@ class GroupRun:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._settle()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every episode came to its end: only the rewards may be missing."""
+        first = (i for i, s in self.group.samples.items() if s.trajectory.parent_index is None)
+        return self.group.is_scored or all(index in self._ended for index in first)
 
     async def stop(self, grace_s: float) -> None:
         """End the episodes where they stand, all they have recorded; `run` then returns.
@@ -142,6 +149,7 @@ class GroupRun:
             self._episodes[at.index] = episode
             try:
                 await self.services.drive(episode)
+                self._ended.add(at.index)
                 return
             except EpisodeAborted:
                 # Not by us: the engine took new weights. It goes on under them.

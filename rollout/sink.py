@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,12 +37,15 @@ class EventSink:
     same time share it. One thread writes, so calls that follow each other are stored in that order.
     """
 
-    def __init__(self, append: Callable[[Sequence[Event]], Any]) -> None:
-        """`append` stores events durably: `Writer.append`."""
+    def __init__(
+        self, append: Callable[[Sequence[Event]], Any], executor: Executor | None = None
+    ) -> None:
+        """`append` stores events durably: `Writer.append`. `executor` runs it, one call after the
+        other; None: a thread of its own."""
         self._append = append
         self._waiting: list[_Waiting] = []
         self._draining: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="event-sink")
+        self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix="event-sink")
         self._failure: LedgerError | None = None
         self._closed = False
         self.appends = 0

@@ -256,12 +256,12 @@ class ScriptedAsyncEngine:
         self._live[rid] = live
         try:
             self._start_waiting()
-            how = await live.over
+            await live.over
         finally:
             self._stop_timer(live)
             self._live.pop(rid, None)
             self._start_waiting()
-        return self._result(rid, live, how, params)
+        return self._result(rid, live, params)
 
     def _died(self, rid: str) -> EngineFailed:
         return EngineFailed(
@@ -324,7 +324,7 @@ class ScriptedAsyncEngine:
             live.timer = None
 
     def _result(
-        self, rid: str, live: _Running, how: str, params: SamplingParams
+        self, rid: str, live: _Running, params: SamplingParams
     ) -> GenerationResult:
         request, new = live.request, live.emitted
         spans = np.array(live.spans, dtype=np.int64).reshape(-1, 3)
@@ -344,7 +344,8 @@ class ScriptedAsyncEngine:
             sampler_log_probs=None,
             logprob_mode="full",
             logprob_temperature=params.logprob_temperature,
-            finish_reason="abort" if how == "abort" else live.finish_reason,
+            # An abort that comes with the last token comes too late.
+            finish_reason="abort" if new < len(live.tokens) else live.finish_reason,
             span_starts=spans[:, 0].astype(np.int32),
             span_ends=spans[:, 1].astype(np.int32),
             span_versions=spans[:, 2].copy(),

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ledger.encode import events_of
 from ledger.errors import Conflict, EngineFailed, FencedOff, InvalidArgument
 from ledger.events import SegmentGenerated
-from rollout.coordinator import Coordinator
 from rollout.engines.scripted_async import Failure
 from rollout.episode import Episode
 from rollout.rewards import Reward, ScoredSample
 from rollout.shapes import RolloutShape
-from tests.rollout.test_coordinator import Bench, facts
-
-
-async def train(
-    bench: Bench, coordinator: Coordinator, steps: range, *, train_s: float = 10.0
-) -> None:
-    """Rollout steps, each followed by a training that takes time and makes the next version."""
-    for step in steps:
-        await bench.run(coordinator.rollout(step, step))
-        await bench.run(bench.clock.sleep(train_s))
-        named = [("w", np.full(1, step + 1, np.float32))]
-        await bench.run(coordinator.update_weights(step + 1, named))
-        await bench.run(coordinator.release(step + 1))
+from tests.rollout.coordinating import Bench, facts
 
 
 def lengths(index: int) -> int:
@@ -43,16 +28,16 @@ def consumed(bench: Bench) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
-def test_generation_goes_on_while_the_trainer_trains(tmp_path: Path, mode: str) -> None:
+def test_generation_goes_on_while_the_trainer_trains(mode: str) -> None:
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lengths)
+        bench = Bench(lengths)
         bench.engine = bench.new_engine(pause_mode=mode)
         coordinator = bench.coordinator(
             RolloutShape(
                 fully_async=True, max_weight_staleness=2, async_data_buffer_capacity_factor=4.0
             )
         )
-        await train(bench, coordinator, range(6))
+        await bench.train(coordinator, range(6))
         kept = consumed(bench)
         assert len(kept) == 6 * 4
         assert len({row["index"] for row in kept}) == len(kept)
@@ -80,15 +65,15 @@ def test_generation_goes_on_while_the_trainer_trains(tmp_path: Path, mode: str) 
 
 
 @pytest.mark.parametrize("handler", ["retry", "drop"])
-def test_groups_that_got_too_old_are_dropped_or_tried_again(tmp_path: Path, handler: str) -> None:
+def test_groups_that_got_too_old_are_dropped_or_tried_again(handler: str) -> None:
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lengths)
+        bench = Bench(lengths)
         coordinator = bench.coordinator(
             RolloutShape(
                 fully_async=True, max_weight_staleness=1, async_unused_samples_handler=handler
             )
         )
-        await train(bench, coordinator, range(6))
+        await bench.train(coordinator, range(6))
         stale = {
             row["group_index"]: row
             for row in bench.rows("sample_decided")
@@ -119,9 +104,9 @@ def test_groups_that_got_too_old_are_dropped_or_tried_again(tmp_path: Path, hand
     asyncio.run(go())
 
 
-def test_what_runs_ahead_is_bounded(tmp_path: Path) -> None:
+def test_what_runs_ahead_is_bounded() -> None:
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lambda index: 4)
+        bench = Bench(lambda index: 4)
         coordinator = bench.coordinator(
             RolloutShape(
                 fully_async=True, max_weight_staleness=3, async_data_buffer_capacity_factor=2.0
@@ -166,11 +151,11 @@ def test_the_capacity_is_that_of_areal() -> None:
             )
 
 
-def test_a_failed_sample_is_in_no_statistics(tmp_path: Path) -> None:
+def test_a_failed_sample_is_in_no_statistics() -> None:
     """HTTP 500 of one sample: the group fails as a whole, unscored; its prompt comes again."""
 
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lambda index: 6)
+        bench = Bench(lambda index: 6)
         bench.engine = bench.new_engine(
             failures=lambda request, attempt: (
                 Failure(EngineFailed("HTTP 500")) if request.index == 2 else None
@@ -199,9 +184,9 @@ def test_a_failed_sample_is_in_no_statistics(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_prompt_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None:
+def test_a_prompt_that_fails_again_and_again_is_given_up() -> None:
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lambda index: 6)
+        bench = Bench(lambda index: 6)
         first = bench.source.prompt(0).text
         crashes = []
 
@@ -230,9 +215,9 @@ def test_a_prompt_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None
     asyncio.run(go())
 
 
-def test_nothing_but_failures_is_an_error(tmp_path: Path) -> None:
+def test_nothing_but_failures_is_an_error() -> None:
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lambda index: 6)
+        bench = Bench(lambda index: 6)
         bench.engine.kill()
         coordinator = bench.coordinator(RolloutShape(fully_async=True))
         with pytest.raises(EngineFailed, match="groups all failed"):
@@ -243,7 +228,7 @@ def test_nothing_but_failures_is_an_error(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_step_that_keeps_nothing_ends_with_an_error(tmp_path: Path) -> None:
+def test_a_step_that_keeps_nothing_ends_with_an_error() -> None:
     class Same:
         name, version = "same", "1"
 
@@ -251,7 +236,7 @@ def test_a_step_that_keeps_nothing_ends_with_an_error(tmp_path: Path) -> None:
             return Reward(value=1.0)
 
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lambda index: 6)
+        bench = Bench(lambda index: 6)
         for shape in (RolloutShape(), RolloutShape(fully_async=True)):
             coordinator = bench.coordinator(shape, reward=Same(), max_rounds=2)
             with pytest.raises(InvalidArgument, match=r"[4-6] groups filtered"):
@@ -266,9 +251,9 @@ def test_a_step_that_keeps_nothing_ends_with_an_error(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_an_answer_without_a_version_is_kept_out_of_a_bound(tmp_path: Path) -> None:
+def test_an_answer_without_a_version_is_kept_out_of_a_bound() -> None:
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lambda index: 6)
+        bench = Bench(lambda index: 6)
         bench.engine = bench.new_engine(weight_version=-1)
         coordinator = bench.coordinator(RolloutShape(fully_async=True))
         summary = await bench.run(coordinator.rollout(0, 0))
@@ -288,9 +273,9 @@ def test_an_answer_without_a_version_is_kept_out_of_a_bound(tmp_path: Path) -> N
     asyncio.run(go())
 
 
-def test_a_late_answer_is_refused(tmp_path: Path) -> None:
+def test_a_late_answer_is_refused() -> None:
     async def go() -> None:
-        bench = Bench(tmp_path / "l", lambda index: 6)
+        bench = Bench(lambda index: 6)
         coordinator = bench.coordinator()
         await bench.run(coordinator.rollout(0, 0))
         again = bench.coordinator()
