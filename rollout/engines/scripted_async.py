@@ -323,9 +323,7 @@ class ScriptedAsyncEngine:
             live.timer.cancel()
             live.timer = None
 
-    def _result(
-        self, rid: str, live: _Running, params: SamplingParams
-    ) -> GenerationResult:
+    def _result(self, rid: str, live: _Running, params: SamplingParams) -> GenerationResult:
         request, new = live.request, live.emitted
         spans = np.array(live.spans, dtype=np.int64).reshape(-1, 3)
         experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None

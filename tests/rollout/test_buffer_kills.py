@@ -107,6 +107,13 @@ def check_projection(bench: Bench) -> None:
     assert all(len(found) == 1 for found in of_group.values()), "a group that is cut in two"
     gone = {group for group, found in of_group.items() if found & {"failed", "stale"}}
     assert set(replaced) <= gone
+    # A prompt that failed comes again in the commit that says so; two tries more, not three.
+    before = {row["group_index"]: row["retry_of"] for row in prompts}
+    for group in (g for g, found in of_group.items() if "failed" in found):
+        chain, at = 0, group
+        while at is not None:
+            chain, at = chain + ("failed" in of_group[at]), before[at]
+        assert (group in replaced) == (chain <= 2)
     buffer = bench.buffer()
     assert set(buffer.groups) == {
         g for g, found in of_group.items() if found & {"open", "recycled"}
