@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ledger.events import WeightsLoaded
 from rollout.coordinator import Coordinator
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ledger.weights import TensorRecord
 
 __all__ = ["AsyncRollouts"]
+
+_T = TypeVar("_T")
 
 
 class AsyncRollouts:
@@ -45,6 +47,10 @@ class AsyncRollouts:
         if self._coordinator is None:
             raise RuntimeError("rollout() before attach(): there is no branch to write to")
         return self._loop.call(self._coordinator.rollout(rollout_step, consumer_version))
+
+    def run(self, work: Callable[[AsyncEngine], Coroutine[Any, Any, _T]]) -> _T:
+        """Do some work with the engine, in the loop. Raises what it raises."""
+        return self._loop.call(work(self._engine))
 
     def loaded(self) -> list[WeightsLoaded]:
         """How its servers took the version that waits for its release; empty without servers."""

@@ -14,6 +14,7 @@ from rollout.coordinator import Coordinator
 from rollout.engines import create_async_engine, create_engine
 from rollout.environments.from_options import environment_function, environment_tools
 from rollout.episode import EpisodeFunction, single_turn
+from rollout.evaluation_episodes import evaluate_episodes, judged_in
 from rollout.evaluation_options import evaluation_runs
 from rollout.filters import create_filter
 from rollout.left_out import record_left_out
@@ -159,11 +160,13 @@ class LocalRolloutSide:
             self._tokenizer,
             tools=tools,
         )
-        self._evaluations = {run.name: run for run in runs}
         self._shape = rollout_shape(values)
         self._drive: EpisodeFunction = (
             environment_function(values, self._tokenizer, stops) or single_turn
         )
+        if self._drive is not single_turn:
+            runs = [judged_in(run, self._drive) for run in runs]
+        self._evaluations = {run.name: run for run in runs}
         self._worker: RolloutWorker | AsyncRollouts | None = None
         self._asynchronous: AsyncRollouts | None = None
         self._engine: Engine
@@ -258,7 +261,12 @@ class LocalRolloutSide:
 
     def evaluate(self, version: int, name: str) -> EvalScored:
         """Measure the loaded weights by the evaluation of that name."""
-        return self._evaluations[name].measure(self._engine, self._tokenizer, version)
+        run = self._evaluations[name]
+        if self._drive is single_turn or self._asynchronous is None:
+            return run.measure(self._engine, self._tokenizer, version)
+        return self._asynchronous.run(
+            lambda engine: evaluate_episodes(engine, run, self._drive, self._tokenizer, version)
+        )
 
     def load_weights(self, version: int, named: Iterable[tuple[str, Any]]) -> list[TensorRecord]:
         """As `Engine.update_weights`: the engine stays stopped until `release`."""

@@ -16,13 +16,14 @@ AGENT = {
     "environment": "tests.main_job.environments:FirstLetters",
     "compact_context_at": 20,
     "compact_context_prompt": "sum:",
-    "custom_rm_path": None,
     "recompute_logprobs_via_prefill": False,
     "rollout_max_response_len": 5,
     "n_samples_per_prompt": 3,
     "num_steps_per_rollout": 2,
     "micro_batch_size": 3,
     "seq_length": 64,
+    "eval_interval": 2,
+    "n_eval_prompts": 4,
 }
 
 
@@ -57,4 +58,11 @@ def test_siblings_and_turns_are_trained_counted_once_and_replayed(
         ).to_pylist()
         assert signals
         assert all(np.array_equal(row["sampled"], row["used"]) for row in signals)
+        evaluated = reader.table("eval_scored").to_pylist()
+        assert [row["weight_version"] for row in evaluated] == [0, 4]
+        for row in evaluated:
+            assert row["verifier"] == "first_letters, or tests.main_job.rewards:starts_early"
+            assert {reward * 4 for reward in row["rewards"]} <= {0, 1, 2, 3, 4}
+            # Four turns and a summary, not one answer of five tokens.
+            assert min(len(tokens) for tokens in row["response_tokens"]) > 5
     assert replay(["verify", "--ledger", str(tmp_path / "l")]) == 0
