@@ -63,7 +63,7 @@ class FakeSGLang:
         self.tokens_when_cut = 3
         self.deaf = 0
         """Aborts that are forgotten."""
-        self.healthy = True
+        self.healthy = self.runs_its_model = True
         self.bodies: list[dict[str, Any]] = []
         self.running: dict[str, asyncio.Event] = {}
         self.aborts: list[str] = []
@@ -115,7 +115,7 @@ class FakeSGLang:
         )
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
+        return web.Response(status=200 if self.healthy and self.runs_its_model else 503)
 
     async def _other(self, request: web.Request) -> web.Response:
         self.calls.append(request.path)

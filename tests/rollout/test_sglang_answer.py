@@ -352,6 +352,12 @@ def test_a_broken_promise_is_named(name: str) -> None:
     assert found.replace("\\", "") in str(failed.value)
 
 
+def test_a_length_below_the_one_that_was_asked_for() -> None:
+    """The server cuts what does not fit its cache without a word."""
+    with pytest.raises(EngineFailed, match="'length' after max_new_tokens = 6"):
+        exchange(meta(finish_reason={"type": "length", "length": 4}), length=4)
+
+
 KEPT_BROKEN: dict[str, tuple[Change, str]] = {
     "no sets": (meta(output_token_sampling_mask=...), "output_token_sampling_mask"),
     "a set too few": (meta(output_token_sampling_mask=[[1]]), "1 entries"),

@@ -101,9 +101,14 @@ def run(check: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_an_id_outside_the_vocabulary_is_refused_and_the_server_lives() -> None:
     async def check() -> None:
         async with FakeSGLang() as server, pool_of(server) as pool:
+            client = server.client()
+            await client.open()
             for tokens in ([5, 64], [5, -1], []):
                 with pytest.raises(InvalidArgument):
                     await pool.generate(request(tokens=tokens), PARAMS)
+                with pytest.raises(InvalidArgument):
+                    await client.generate(request(tokens=tokens), PARAMS, rid="r")
+            await client.close()
             with pytest.raises(InvalidArgument, match=r"121 \+ 6"):
                 await pool.generate(request(tokens=[5] * 121), PARAMS)
             assert server.bodies == []
@@ -536,10 +541,11 @@ def test_an_engine_that_comes_back_gets_its_weights_before_traffic() -> None:
             await pool.update_weights(8, [])
             await pool.release(8)
             updates.done.clear()
-            stored = asyncio.Event()
+            storing, stored = asyncio.Event(), asyncio.Event()
 
             async def store(events: Iterable[Any]) -> None:
                 assert list(events) == ["restored"]
+                storing.set()
                 await stored.wait()
 
             pool.on_loaded = store
@@ -547,7 +553,7 @@ def test_an_engine_that_comes_back_gets_its_weights_before_traffic() -> None:
             waiting = start(pool.generate(request(), PARAMS))
             await until(lambda: not pool.members[0].serves)
             await server.__aenter__()
-            await until(lambda: updates.done)
+            await until(storing.is_set)
             assert updates.done == [("restore", server.address)]
             assert server.bodies == []
             assert not waiting.done()
@@ -564,7 +570,7 @@ def test_an_engine_that_hangs_is_given_up() -> None:
             task = start(pool.generate(request(), PARAMS))
             await until(lambda: one.running or other.running)
             hung, well = (one, other) if one.running else (other, one)
-            hung.healthy = False
+            hung.runs_its_model = False
             await until(lambda: well.running)
             well.hold.set()
             assert (await task).engine_address == well.address

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ledger.errors import EngineFailed, explain
+from ledger.errors import EngineFailed, InvalidArgument, explain
 
 __all__ = ["EngineProcess", "LaunchPlan", "device_shares", "free_port"]
 
@@ -240,10 +240,21 @@ def device_shares(
 ) -> list[tuple[str, ...]] | None:
     """The last `engines × per_engine` of the visible devices, dealt out in order.
 
-    None where none are visible: then engines compute on the CPU, or say what they lack.
+    None where none are visible: then engines compute on the CPU, or say what they lack. Raises
+    InvalidArgument where there are fewer.
     """
     if not visible:
         return None
     wanted = engines * per_engine
+    if len(visible) < wanted:
+        raise InvalidArgument(
+            explain(
+                "dealing out devices to engines",
+                on=f"{engines} engines of {per_engine}",
+                expected=f"at least {wanted} CUDA devices",
+                found=f"{len(visible)} ({', '.join(visible)})",
+                do="lower --rollout-num-gpus",
+            )
+        )
     taken = list(visible[-wanted:])
     return [tuple(taken[i * per_engine : (i + 1) * per_engine]) for i in range(engines)]
