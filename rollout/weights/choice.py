@@ -83,5 +83,10 @@ class TransportChoice:
         if folder is None:
             self._folder = self._folder or tempfile.TemporaryDirectory(prefix="weights-")
             folder = Path(self._folder.name)
-        disk = DiskTransport(folder, settings.buffer_size, keep_files=settings.disk_keep_files)
+        disk = DiskTransport(
+            folder,
+            settings.buffer_size,
+            keep_files=settings.disk_keep_files,
+            read_back=settings.check == "files",
+        )
         return disk if name == "disk" else CheckpointEngineTransport(disk, settings.timeout_s)

@@ -1,4 +1,11 @@
-"""Whether an engine holds a version: its own checksums against those of the published tensors."""
+"""Whether an engine holds a version: its own checksums against those of the published tensors.
+
+Where an engine keeps other numbers than were published (quantised weights), or does not tell all
+of them (pipeline stages), there is nothing to compute. With the check 'files' such an engine is
+known by what it says after it has read a version from files whose tensors had the published
+checksums: every engine that is started alike must say the same of that version. Whether it differs
+from what was said of another version is on record.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +20,8 @@ from rollout.weights.parameters import RankPlace, engine_parameters
 from rollout.weights.staged import StagedVersion
 
 __all__ = ["Compared", "Comparison", "not_comparable"]
+
+_VERSIONS_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class Comparison:
         self._config = config
         self._known: dict[tuple[Any, ...], dict[str, str]] = {}
         self._of: StagedVersion | None = None
+        self._said: dict[tuple[Any, ...], dict[bytes, str]] = {}
+        """How an engine was started → root of a version → what one that had read it said."""
 
     def unexplained(
         self, info: EngineInfo, ranks: Sequence[RankChecksums], staged: StagedVersion
@@ -64,10 +75,15 @@ class Comparison:
         return sorted(missing)
 
     async def compare(
-        self, engine: EngineControl, info: EngineInfo, staged: StagedVersion
+        self, engine: EngineControl, info: EngineInfo, staged: StagedVersion, uncomputed: str | None
     ) -> Compared:
-        """Ask an engine. Raises EngineFailed where it does not answer with checksums."""
+        """Ask an engine. `uncomputed`: why its parameters cannot be computed; None: they can.
+
+        Raises EngineFailed where it does not answer with checksums.
+        """
         ranks, whole = await engine.checksums()
+        if uncomputed is not None:
+            return self._with_others(info, ranks, whole, staged, uncomputed)
         algorithm = "sha256" if info.device == "cpu" else "mixed words"
         count = 0
         for rank in ranks:
@@ -82,6 +98,36 @@ class Comparison:
             f"{count} parameters on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, "
             f"64-bit checksums ({algorithm}) that the engine gave and that the published tensors "
             "give"
+        )
+        return Compared(None, words, whole)
+
+    def forget(self, staged: StagedVersion) -> None:
+        """What engines said of a version is worth nothing: its update failed."""
+        for said in self._said.values():
+            said.pop(staged.root, None)
+
+    def _with_others(
+        self,
+        info: EngineInfo,
+        ranks: Sequence[RankChecksums],
+        whole: str,
+        staged: StagedVersion,
+        why: str,
+    ) -> Compared:
+        alike = (info.version, info.device, info.tp_size, info.dp_size, info.pp_size, info.ep_size)
+        said = self._said.setdefault((*alike, why), {})
+        root = staged.root
+        than = "of engines before it" if root in said else "the first of this version"
+        if said.setdefault(root, whole) != whole:
+            return Compared(f"{said[root]} of engines alike expected, {whole} found", "", whole)
+        for old in list(said)[:-_VERSIONS_KEPT]:
+            del said[old]
+        count = sum(len(rank.checksums) for rank in ranks)
+        if any(checksum == whole for other, checksum in said.items() if other != root):
+            than += ", and those of another version too"
+        words = (
+            f"not its {count} parameters ({why}): the files that it read were read back and had "
+            f"the published checksums; its own are {than}"
         )
         return Compared(None, words, whole)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ledger.errors import InvalidArgument, explain
 
-__all__ = ["MODES", "PAUSE_MODES", "TRANSPORTS", "WeightUpdateSettings"]
+__all__ = ["CHECKS", "MODES", "PAUSE_MODES", "TRANSPORTS", "WeightUpdateSettings"]
 
 TRANSPORTS = ("auto", "disk", "tensor", "distributed", "checkpoint_engine")
 """'auto': 'tensor' for an engine on this host, 'disk' where a folder is named, else
@@ -18,6 +18,9 @@ MODES = ("full", "delta")
 PAUSE_MODES = ("retract", "abort", "in_place")
 """What happens to running requests: they go on with a cache that is computed again, they end with
 what was sampled, or they go on with the cache that older weights made."""
+
+CHECKS = ("parameters", "files")
+"""What an engine's checksums are compared with; see `rollout.weights.comparison`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,9 @@ class WeightUpdateSettings:
     buffer_size: int = 512 << 20
     """Bytes of a chunk; a tensor, or tensors that go together, may be larger."""
     pause_mode: str = "retract"
+    check: str = "parameters"
+    """'files': engines whose parameters cannot be computed from the published tensors are taken,
+    too: they read all of every version from files that were read back before."""
     disk_dir: Path | None = None
     """Where weights are written for engines to read: a folder that they see under this path. None:
     a temporary one, for engines on this host."""
@@ -47,6 +53,7 @@ class WeightUpdateSettings:
             mode=values["update_weight_mode"],
             buffer_size=values["update_weight_buffer_size"],
             pause_mode=values["pause_generation_mode"],
+            check=values["update_weight_check"],
             disk_dir=None if folder is None else Path(folder).absolute(),
             disk_keep_files=values["update_weight_disk_keep_files"],
         )
@@ -57,6 +64,7 @@ class WeightUpdateSettings:
             ("transport", TRANSPORTS),
             ("mode", MODES),
             ("pause_mode", PAUSE_MODES),
+            ("check", CHECKS),
         ):
             if getattr(self, name) not in choices:
                 raise InvalidArgument(

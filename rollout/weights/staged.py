@@ -13,7 +13,7 @@ from ledger.errors import InvalidArgument, explain
 from ledger.weights import TensorRecord, tensor_record, weights_root
 from rollout.weights.parameters import together
 
-__all__ = ["StagedVersion", "bytes_of", "chunks", "stage"]
+__all__ = ["StagedVersion", "bytes_of", "chunks", "record_of", "stage"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def record_of(name: str, tensor: Tensor) -> TensorRecord:
+    """Of a contiguous tensor in this process's memory."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return tensor_record(name, kind, tensor.shape, bytes_of(tensor).numpy())
+
+
 def stage(
     version: int, named: Iterable[tuple[str, Any]], base: StagedVersion | None = None
 ) -> StagedVersion:
@@ -69,9 +75,7 @@ def stage(
         if name in records:
             raise _refused(version, name, "one tensor of each name", "a second one")
         here = tensor.detach().to("cpu").contiguous()
-        record = tensor_record(
-            name, str(here.dtype).removeprefix("torch."), here.shape, bytes_of(here).numpy()
-        )
+        record = record_of(name, here)
         if base is None or base.records.get(name) != record:
             tensors[name] = here.clone() if here.data_ptr() == tensor.data_ptr() else here
         else:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ledger.errors import EngineFailed, StorageFailed, explain
 from rollout.weights.control import EngineControl
 from rollout.weights.payload import SharedChunk
-from rollout.weights.staged import StagedVersion, chunks
+from rollout.weights.staged import StagedVersion, chunks, record_of
 
 __all__ = [
     "Delivery",
@@ -179,11 +179,15 @@ class DiskTransport:
 
     name = "disk"
 
-    def __init__(self, folder: Path, buffer_size: int, *, keep_files: bool) -> None:
-        """`folder` holds one folder a version; a file has about `buffer_size` bytes."""
+    def __init__(
+        self, folder: Path, buffer_size: int, *, keep_files: bool, read_back: bool = False
+    ) -> None:
+        """`folder` holds one folder a version; a file has about `buffer_size` bytes. With
+        `read_back` the files are read again, and compared, before an engine hears of them."""
         self._folder = folder
         self._buffer_size = buffer_size
         self._keep_files = keep_files
+        self._read_back = read_back
 
     async def send(
         self,
@@ -263,7 +267,28 @@ class DiskTransport:
                     do="make room, or name another folder with --update-weight-disk-dir",
                 )
             ) from error
+        if self._read_back:
+            _compare_files(folder, staged, names)
         return folder
+
+
+def _compare_files(folder: Path, staged: StagedVersion, names: Sequence[str]) -> None:
+    """Raises StorageFailed where a tensor in the files is not the staged one."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            found[name] = record_of(name, tensor)
+    for name in names:
+        if found.get(name) != staged.records[name]:
+            raise StorageFailed(
+                explain(
+                    "writing weights for the engines",
+                    on=f"{folder}, tensor {name}",
+                    expected="the tensor that was written",
+                    found="another one" if name in found else "none",
+                    do="check the disk, or name another folder with --update-weight-disk-dir",
+                )
+            )
 
 
 def _sync(path: Path) -> None:

@@ -25,6 +25,8 @@ class Turn:
     base_version: int | None
     before: dict[tuple[int, str], str] = field(default_factory=dict)
     """At first contact: its checksums, by which it is known again when it is put back."""
+    uncomputed: str | None = None
+    """Why its parameters cannot be computed from the published tensors; None: they can."""
     touched: bool = False
     problem: str | None = None
     gone: EngineFailed | None = None

@@ -7,6 +7,7 @@ Nothing here decides that a version is real: that is the event's.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,9 @@ from ledger.fields import Event
 from ledger.weights import TensorRecord
 from rollout.weights.checkpoint_engine import gpus_of
 from rollout.weights.choice import TransportChoice
-from rollout.weights.comparison import Comparison, not_comparable
-from rollout.weights.control import EngineControl, EngineInfo
+from rollout.weights.comparison import Comparison
+from rollout.weights.contacts import Contacts
+from rollout.weights.control import EngineControl
 from rollout.weights.settings import WeightUpdateSettings
 from rollout.weights.staged import StagedVersion, stage
 from rollout.weights.transports import Delivery, Transport
@@ -38,12 +40,11 @@ class WeightUpdater:
         """`config`: the model's config.json, by which parameters are told apart."""
         self._settings = settings
         self._comparison = Comparison(config)
-        self._choice = TransportChoice(settings)
         self._served: StagedVersion | None = None
         self._pending: StagedVersion | None = None
         self._turns: list[Turn] = []
-        self._infos: dict[str, EngineInfo] = {}
-        self._acknowledged: dict[str, int] = {}
+        self._choice = TransportChoice(settings)
+        self._contacts = Contacts(settings, self._choice, self._comparison)
         self.record: Callable[[Sequence[Event]], Awaitable[Any]] | None = None
         """Stores `weights_loaded` events durably, such as `EventSink.append`: awaited before an
         engine gets traffic under a version. None: nobody keeps them."""
@@ -91,7 +92,7 @@ class WeightUpdater:
         if staged.version != version:
             raise ValueError(f"version {staged.version} was staged, {version} is to be loaded")
         for turn in self._turns:  # of an update that nobody released
-            self._forget(turn.engine)
+            self._contacts.forget(turn.engine)
         self._pending, self._turns = None, []
         turns = await self._prepare(engines, staged)
         try:
@@ -102,6 +103,7 @@ class WeightUpdater:
         failed = [turn for turn in turns if turn.problem is not None]
         if failed:
             address, problem = failed[0].engine.address, failed[0].problem
+            self._comparison.forget(staged)
             put_back = await self._take_back(turns)
             raise Diverged(
                 explain(
@@ -147,7 +149,7 @@ class WeightUpdater:
         if self.record is not None:
             await self.record(self.loaded())
         for turn in self._turns:
-            self._acknowledged[turn.engine.address] = version
+            self._contacts.acknowledge(turn.engine, turn.info, version)
             self.unusable.pop(turn.engine.address, None)
         await self._continue([turn.engine for turn in self._turns])
         self._served, self._pending, self._turns = pending, None, []
@@ -173,7 +175,7 @@ class WeightUpdater:
                     do="call update_weights first",
                 )
             )
-        self._forget(engine)
+        self._contacts.forget(engine)
         self.unusable[engine.address] = "it is being given its weights again"
         [turn] = await self._prepare([engine], staged)
         await self._bring([turn], staged)
@@ -194,7 +196,7 @@ class WeightUpdater:
         event = turn.event(staged, self._settings.pause_mode, "restored")
         if self.record is not None:
             await self.record([event])
-        self._acknowledged[engine.address] = staged.version
+        self._contacts.acknowledge(engine, turn.info, staged.version)
         self.unusable.pop(engine.address, None)
         await self._continue([engine])
         return event
@@ -202,7 +204,7 @@ class WeightUpdater:
     def lost(self, engines: Iterable[EngineControl]) -> None:
         """Their weights are gone: the next update, or `restore`, brings them everything."""
         for engine in engines:
-            self._forget(engine)
+            self._contacts.forget(engine)
 
     async def close(self) -> None:
         """Forget the versions, remove the temporary folder, and leave the group of a broadcast.
@@ -216,14 +218,15 @@ class WeightUpdater:
 
     async def _prepare(self, engines: Sequence[EngineControl], staged: StagedVersion) -> list[Turn]:
         found = await asyncio.gather(
-            *(self._look_at(engine, staged) for engine in engines), return_exceptions=True
+            *(self._contacts.look_at(engine, staged, self._served) for engine in engines),
+            return_exceptions=True,
         )
         turns: list[Turn] = []
         gone: EngineFailed | None = None
         for engine, one in zip(engines, found, strict=True):
             if isinstance(one, EngineFailed):
                 gone = one
-                self._forget(engine)
+                self._contacts.forget(engine)
                 self.unusable[engine.address] = str(one)
             elif isinstance(one, BaseException):
                 raise one
@@ -232,77 +235,6 @@ class WeightUpdater:
         if not turns:
             raise gone or InvalidArgument(explain("updating the weights of no engine"))
         return turns
-
-    async def _look_at(self, engine: EngineControl, staged: StagedVersion) -> Turn:
-        """What there is to do for an engine. Raises as `update`."""
-        address = engine.address
-        acknowledged = self._acknowledged.get(address)
-        if acknowledged is None:
-            info = self._infos[address] = await engine.info()
-            label = info.weight_version
-        else:
-            info, label = self._infos[address], await engine.weight_version()
-        transport = self._choice.of(engine, info)
-        names, base = sorted(staged.tensors), None
-        if self._settings.mode == "delta" and acknowledged is not None:
-            served = self._served
-            if served is None or acknowledged != served.version or label != str(acknowledged):
-                raise Conflict(
-                    explain(
-                        "sending an engine what has changed",
-                        on=f"version {staged.version}, engine {address}",
-                        expected=f"version {acknowledged}, from which the delta is made",
-                        found=f"it says {label!r}",
-                        do="find out who else gives it weights; start it again, and it is given "
-                        "all tensors",
-                    )
-                )
-            names, base = staged.changed_from(served), served.version
-        turn = Turn(engine, info, transport, names, base)
-        if acknowledged is None:
-            self._check_pause(info, address)
-            ranks, _ = await engine.checksums()
-            turn.before = {
-                (rank.tp_rank, name): value
-                for rank in ranks
-                for name, value in rank.checksums.items()
-            }
-            why = not_comparable(info)
-            missing = [] if why else self._comparison.unexplained(info, ranks, staged)
-            if why or missing:
-                raise InvalidArgument(
-                    explain(
-                        "checking whether an engine's weights can be compared",
-                        on=address,
-                        expected="parameters that are made of the published tensors alone",
-                        found=why or f"unexplained: {_first(missing)}",
-                        do="start it with the same model, and without what changes its weights",
-                    )
-                )
-        return turn
-
-    def _check_pause(self, info: EngineInfo, address: str) -> None:
-        """Whether a pause leaves labels right. Raises InvalidArgument.
-
-        SGLang 0.5.23 pauses in place while the result of a batch is on its way, and does not count
-        its tokens when the version changes: they get the new label, though the old weights sampled
-        them. Without overlapping schedules there is no such batch.
-        """
-        if self._settings.pause_mode != "in_place" or info.arguments.get(
-            "disable_overlap_schedule"
-        ):
-            return
-        raise InvalidArgument(
-            explain(
-                "pausing an engine in place for new weights",
-                on=address,
-                expected="one that was started with --disable-overlap-schedule",
-                found="one that schedules while it samples: the first token that the old weights "
-                "sample after the pause would be labelled with the new version",
-                do="start it with --sglang-disable-overlap-schedule, or use "
-                "--pause-generation-mode retract",
-            )
-        )
 
     # The barrier
 
@@ -372,7 +304,9 @@ class WeightUpdater:
         if not turn.flushed:
             turn.flushed = (await turn.engine.post("/flush_cache")).ok
         label = await turn.engine.weight_version()
-        turn.compared = await self._comparison.compare(turn.engine, turn.info, staged)
+        turn.compared = await self._comparison.compare(
+            turn.engine, turn.info, staged, turn.uncomputed
+        )
         turn.problem = turn.compared.difference
         if label != str(staged.version):
             turn.problem = f"it says that it has version {label!r}"
@@ -384,12 +318,18 @@ class WeightUpdater:
         """Give every engine what it had, and let it serve; says how that went."""
         touched = [turn for turn in turns if turn.touched and turn.gone is None]
         for turn in touched:
-            self._forget(turn.engine)
+            self._contacts.forget(turn.engine)
         if self._served is None:
             await self._each_again(touched, self._reload)
         else:
             back = [
-                Turn(turn.engine, turn.info, turn.transport, sorted(self._served.tensors), None)
+                dataclasses.replace(
+                    turn,
+                    names=sorted(self._served.tensors),
+                    base_version=None,
+                    problem=None,
+                    flushed=False,
+                )
                 for turn in touched
             ]
             await self._bring(back, self._served)
@@ -400,8 +340,7 @@ class WeightUpdater:
                 self._give_up(turn)
         for turn in well:
             if self._served is not None:
-                self._acknowledged[turn.engine.address] = self._served.version
-                self._infos[turn.engine.address] = turn.info
+                self._contacts.acknowledge(turn.engine, turn.info, self._served.version)
         await self._continue([turn.engine for turn in well])
         lost = sorted(turn.engine.address for turn in turns if turn.engine.address in self.unusable)
         said = f"{len(well)} engines serve what they had"
@@ -441,19 +380,11 @@ class WeightUpdater:
             except EngineFailed as error:
                 found = str(error)
             if found is not None:
-                self._forget(engine)
+                self._contacts.forget(engine)
                 self.unusable[engine.address] = found
 
         await asyncio.gather(*(one(engine) for engine in engines))
 
     def _give_up(self, turn: Turn) -> None:
-        self._forget(turn.engine)
+        self._contacts.forget(turn.engine)
         self.unusable[turn.engine.address] = str(turn.gone or turn.problem)
-
-    def _forget(self, engine: EngineControl) -> None:
-        self._acknowledged.pop(engine.address, None)
-        self._infos.pop(engine.address, None)
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

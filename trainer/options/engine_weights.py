@@ -52,6 +52,18 @@ OPTIONS: tuple[Option, ...] = (
         "keep what was written for the engines",
     ),
     Option(
+        "update_weight_check",
+        "rollout",
+        str,
+        "parameters",
+        "an engine's own checksums must be those that the published tensors give ('parameters'); "
+        "'files' also takes engines for which that cannot be computed (quantised weights, pipeline "
+        "stages, data-parallel attention): they read files that were read back, and must agree "
+        "with each other",
+        content=False,
+        choices=("parameters", "files"),
+    ),
+    Option(
         "pause_generation_mode",
         "rollout",
         str,

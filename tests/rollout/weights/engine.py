@@ -185,7 +185,7 @@ class WeightEngine:
         sums = {name: _sum(tensor) for name, tensor in self.parameters().items()}
         place = {"role": "target", "tp_rank": 0, "tp_size": 1}
         rank = {"checksums": sums, "per_gpu_checksum": "of all", "parallelism_info": [place]}
-        return self._said(True, ranks=[rank], per_engine_checksum="of the engine")
+        return self._said(True, ranks=[rank], per_engine_checksum=_whole(sums))
 
     def parameters(self) -> dict[str, Tensor]:
         """What it computes with: one rank."""
@@ -207,3 +207,7 @@ class WeightEngine:
 def _sum(tensor: Tensor) -> str:
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def _whole(sums: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(sums.values()).encode()).hexdigest()

@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from ledger.errors import Conflict, Diverged, EngineFailed, FencedOff, InvalidArgument
+from ledger.errors import (
+    Conflict,
+    Diverged,
+    EngineFailed,
+    FencedOff,
+    InvalidArgument,
+    StorageFailed,
+)
 from ledger.fields import Event
 from ledger.weights import weights_root
 from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings
@@ -414,3 +422,57 @@ def test_a_way_that_does_not_reach_an_engine_is_refused() -> None:
             await pool.updater.update(pool.controls, 1, OLD.items())
 
     run(test, transport="tensor")
+
+
+QUANTISED = {"quantization": "fp8"}
+
+
+def test_engines_that_cannot_be_computed_read_files_and_agree_with_each_other() -> None:
+    async def test(pool: Pool) -> None:
+        for engine in pool.engines:
+            engine.arguments.update(QUANTISED)
+        await pool.have(1, OLD)
+        await pool.updater.update(pool.controls, 2, {**OLD, NORM: NEW[NORM]}.items())
+        for event in pool.updater.loaded():
+            assert event.sent_tensors == len(OLD)
+            assert event.compared.startswith("not its 7 parameters (quantization fp8")
+            assert "another version" not in event.compared
+        await pool.updater.release(2)
+        # One loads something else.
+        pool.engines[1].spoils = flipped
+        with pytest.raises(Diverged, match="of engines alike expected"):
+            await pool.updater.update(pool.controls, 3, NEW.items())
+        assert list(pool.updater.unusable) == [pool.engines[1].address]
+        assert pool.serve({**OLD, NORM: NEW[NORM]}, "2") == [True, False]
+
+    run(test, engines=2, check="files", transport="disk", mode="delta")
+
+
+def test_files_that_are_not_what_was_written_are_not_shown_to_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(pool: Pool) -> None:
+        await pool.have(1, OLD)
+        calls = len(pool.engines[0].calls)
+
+        def rotten(path: Path) -> dict[str, Tensor]:
+            return {name: flipped(name, tensor) for name, tensor in load_file(path).items()}
+
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout.weights.transports.load_file", rotten)
+            with pytest.raises(StorageFailed, match="another one"):
+                await pool.updater.update(pool.controls, 2, NEW.items())
+        shown = pool.engines[0].calls[calls:]
+        assert not [body for path, body in shown if body.get("weight_version") == "2"]
+        assert pool.engines[0].paused
+
+    run(test, check="files", transport="disk")
+
+
+def test_the_check_of_files_is_only_for_engines_that_read_files() -> None:
+    async def test(pool: Pool) -> None:
+        pool.engines[0].arguments.update(QUANTISED)
+        with pytest.raises(InvalidArgument, match="--update-weight-check files"):
+            await pool.updater.update(pool.controls, 1, OLD.items())
+
+    run(test, check="files", transport="tensor")
