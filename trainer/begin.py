@@ -35,8 +35,9 @@ _OF_EVALUATIONS = {o.name for o in OPTIONS if o.name.startswith("eval_")} | {
     "n_eval_prompts",
     "n_samples_per_eval_prompt",
 }
+_ROLLOUT_GROUPS = ("rollout", "engines", "engine weights", "agents", "data")
 _OF_ROLLOUTS = (
-    {o.name for o in OPTIONS if o.content and o.group in ("rollout", "data")} - _OF_EVALUATIONS
+    {o.name for o in OPTIONS if o.content and o.group in _ROLLOUT_GROUPS} - _OF_EVALUATIONS
 ) | {"global_batch_size", "num_steps_per_rollout"}
 """What recorded trajectories were made with."""
 

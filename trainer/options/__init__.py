@@ -76,6 +76,8 @@ _TITLES: Mapping[Group, str] = {
     "ledger": "ledger",
     "checkpoint": "checkpoint",
     "rollout": "rollout",
+    "engines": "SGLang engines",
+    "engine weights": "weights of engines",
     "agents": "episodes with an environment",
     "data": "prompt data and rewards",
     "algorithm": "algorithm",

@@ -9,7 +9,7 @@ __all__ = ["OPTIONS"]
 OPTIONS: tuple[Option, ...] = (
     Option(
         "update_weight_transport",
-        "rollout",
+        "engine weights",
         str,
         "auto",
         "way of the weights to SGLang engines: 'disk', 'tensor' (shared memory of one host), "
@@ -20,7 +20,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "update_weight_mode",
-        "rollout",
+        "engine weights",
         str,
         "full",
         "send all tensors ('full'), or those that are not the bits that the engine has ('delta')",
@@ -29,7 +29,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "update_weight_buffer_size",
-        "rollout",
+        "engine weights",
         int,
         512 << 20,
         "bytes of weights in one request to an engine, or in one file",
@@ -37,7 +37,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "update_weight_disk_dir",
-        "rollout",
+        "engine weights",
         str,
         None,
         "folder that weights are written to for engines, which see it under the same path; "
@@ -46,7 +46,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "update_weight_disk_keep_files",
-        "rollout",
+        "engine weights",
         bool,
         False,
         "keep what was written for the engines",
@@ -65,7 +65,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "pause_generation_mode",
-        "rollout",
+        "engine weights",
         str,
         "retract",
         "running requests at a weight update: go on later with a cache that the new weights "

@@ -13,6 +13,8 @@ Group = Literal[
     "ledger",
     "checkpoint",
     "rollout",
+    "engines",
+    "engine weights",
     "agents",
     "data",
     "algorithm",

@@ -10,7 +10,7 @@ __all__ = ["OPTIONS"]
 OPTIONS: tuple[Option, ...] = (
     place(
         "rollout_num_gpus",
-        "rollout",
+        "engines",
         int,
         None,
         "with --engine sglang: GPUs of all engines that are started here; default: those of one",
@@ -18,7 +18,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_num_gpus_per_engine",
-        "rollout",
+        "engines",
         int,
         1,
         "GPUs of an engine: its tensor parallelism, times --sglang-pp-size",
@@ -26,14 +26,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_engine_urls",
-        "rollout",
+        "engines",
         "strs",
         None,
         "addresses of SGLang servers that run already (http://host:port …): none is started",
     ),
     Option(
         "sglang_arguments",
-        "rollout",
+        "engines",
         "json",
         {},
         "arguments of SGLang's server that bear on what is sampled, as --sglang-NAME VALUE gives "
@@ -41,7 +41,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "sglang_place_arguments",
-        "rollout",
+        "engines",
         "json",
         {},
         "the same for those that say where and how fast it runs (--sglang-mem-fraction-static 0.8, "
@@ -49,7 +49,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "sglang_server_concurrency",
-        "rollout",
+        "engines",
         int,
         512,
         "requests that run on an engine at a time",
@@ -57,35 +57,35 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_engine_python",
-        "rollout",
+        "engines",
         str,
         None,
         "interpreter that has sglang; default: this one",
     ),
     place(
         "rollout_engine_module",
-        "rollout",
+        "engines",
         str,
         "sglang.launch_server",
         "module, or script, that takes the server's arguments",
     ),
     place(
         "rollout_engine_env",
-        "rollout",
+        "engines",
         "json",
         {},
         "JSON object of variables that engines find in their environment besides",
     ),
     place(
         "rollout_engine_log_dir",
-        "rollout",
+        "engines",
         str,
         None,
         "folder for the logs of engines; default: one under the temporary folder",
     ),
     place(
         "rollout_engine_ready_timeout",
-        "rollout",
+        "engines",
         float,
         1200.0,
         "seconds that an engine may take to start",
@@ -93,7 +93,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_request_timeout",
-        "rollout",
+        "engines",
         float,
         None,
         "seconds after which a request to an engine is sent again; default: never",
@@ -101,7 +101,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_request_attempts",
-        "rollout",
+        "engines",
         int,
         4,
         "times that a request is sent before it has failed",
@@ -109,7 +109,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_health_check_interval",
-        "rollout",
+        "engines",
         float,
         30.0,
         "seconds between two looks at an engine's health",
@@ -117,7 +117,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_health_check_timeout",
-        "rollout",
+        "engines",
         float,
         60.0,
         "seconds that it may take to answer; after two in a row it is started again",
@@ -125,7 +125,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     place(
         "rollout_engine_restarts",
-        "rollout",
+        "engines",
         int,
         3,
         "times that an engine is started again before it is given up",
