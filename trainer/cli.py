@@ -404,12 +404,14 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
         try:
             loop.run()
         finally:
-            if opened.writer is not None:
-                opened.writer.close()
-            if tracker is not None:
-                tracker.close()
-            if side is not None:
-                side.close()
+            try:
+                if side is not None:
+                    side.close()  # samples on their way are recorded: before the writer closes
+            finally:
+                if opened.writer is not None:
+                    opened.writer.close()
+                if tracker is not None:
+                    tracker.close()
     if tracker is None:
         return {}
     summary = loop.summary
