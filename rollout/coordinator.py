@@ -190,6 +190,9 @@ class Coordinator:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        closing = getattr(self._services.drive, "close", None)
+        if closing is not None:
+            await closing()
         await self.sink.settle()
         await self._events.close()
         self._scorers.shutdown(wait=False, cancel_futures=True)

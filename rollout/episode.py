@@ -70,6 +70,8 @@ class EpisodeServices:
     """Name of the prompt source, for siblings."""
     take_index: Callable[[], int]
     """A number for one more sample of the run, given once."""
+    evaluation: bool = False
+    """Whether a version is measured, and nothing is trained."""
     adopt: Callable[[Trajectory], None] = lambda trajectory: None
     """Told of the trajectory of each sibling that is begun."""
 
@@ -91,6 +93,15 @@ class Episode:
         self._cut = False
         self._request: str | None = None
         self._recording: asyncio.Future[None] | None = None
+
+    @property
+    def session_name(self) -> str:
+        """A name that no other episode has which runs at the same time."""
+        at, services = self.trajectory, self.services
+        if not services.evaluation:
+            return at.session_id
+        which = blake3(f"{services.run_id}/{services.branch}".encode()).hexdigest()[:8]
+        return f"evaluation-{which}-{at.rollout_id}"
 
     @property
     def is_aborted(self) -> bool:

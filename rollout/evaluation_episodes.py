@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ledger.errors import EnvironmentFailed, RewardFailed, explain
+from ledger.errors import EnvironmentFailed, LedgerError, RewardFailed, explain
 from ledger.events import EvalScored
 from ledger.fields import Event
 from ledger.seeds import derive_seed
@@ -83,6 +83,7 @@ async def evaluate_episodes(
         run_seed=derive_seed("eval", run.seed),
         source=run.source.name,
         take_index=lambda: next(free),
+        evaluation=True,
     )
     places = asyncio.Semaphore(_AT_A_TIME)
 
@@ -93,7 +94,10 @@ async def evaluate_episodes(
                 await drive(episode)
                 reward = await _reward(run.reward, episode, tokenizer)
                 return reward, _sampled(episode), None
-            except (EnvironmentFailed, RewardFailed) as error:
+            except Exception as error:
+                ours = isinstance(error, LedgerError)
+                if ours and not isinstance(error, (EnvironmentFailed, RewardFailed)):
+                    raise
                 _log.warning("an episode of evaluation %s failed: %s", run.name, error)
                 return np.nan, _sampled(episode), error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ from ledger.evaluations import Evaluation
 from ledger.events import EvalScored
 from rollout.async_side import AsyncRollouts
 from rollout.coordinator import Coordinator
+from rollout.driving import drives_episodes, episode_function
 from rollout.engines import create_async_engine, create_engine
-from rollout.environments.from_options import environment_function, environment_tools
+from rollout.environments.from_options import environment_tools
 from rollout.episode import EpisodeFunction, single_turn
 from rollout.evaluation_episodes import evaluate_episodes, judged_in
 from rollout.evaluation_options import evaluation_runs
@@ -90,7 +92,7 @@ def is_asynchronous(values: Mapping[str, Any]) -> bool:
         values["engine"] != "transformers"
         or values["partial_rollout"]
         or values["fully_async"]
-        or values["environment"] is not None
+        or drives_episodes(values)
     )
 
 
@@ -117,6 +119,12 @@ def load_tokenizer(model_dir: Path) -> Any:
                 do="save the model's tokenizer in its folder: tokenizer.save_pretrained(folder)",
             )
         ) from error
+
+
+def _vocab_size(model_dir: Path) -> int:
+    """The ids that the model can take."""
+    config = json.loads((model_dir / "config.json").read_text("utf-8"))
+    return int(config.get("text_config", config)["vocab_size"])
 
 
 class LocalRolloutSide:
@@ -161,8 +169,12 @@ class LocalRolloutSide:
             tools=tools,
         )
         self._shape = rollout_shape(values)
-        self._drive: EpisodeFunction = (
-            environment_function(values, self._tokenizer, stops) or single_turn
+        self._drive: EpisodeFunction = episode_function(
+            values,
+            self._tokenizer,
+            stops,
+            slime_arguments({**values, "hf_checkpoint": str(model_dir)}),
+            vocab_size=_vocab_size(model_dir),
         )
         if self._drive is not single_turn:
             runs = [judged_in(run, self._drive) for run in runs]

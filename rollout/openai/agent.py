@@ -100,7 +100,7 @@ class ExternalAgent:
             self._function = load_function(function_path, setting="--agent-function-path")
         self._timeout_s, self._pinned = timeout_s, pinned
         self._keep = keep_when_aborted
-        self._hosted: dict[int, _Hosted] = {}
+        self._hosted: dict[str, _Hosted] = {}
         self.__name__ = command or function_path or "agent from outside"
 
     async def __call__(self, episode: Episode) -> None:
@@ -112,8 +112,8 @@ class ExternalAgent:
             EpisodeAborted: the episode was told to stop.
             AgentFailed: the agent failed, or took too long.
         """
-        at = episode.trajectory
-        hosted = self._hosted.get(at.index)
+        name = episode.session_name
+        hosted = self._hosted.get(name)
         if hosted is None:
             hosted = self._begin(episode)
         else:
@@ -124,14 +124,14 @@ class ExternalAgent:
             if not hosted.task.done():
                 await hosted.session.idle()
                 if not self._keep:
-                    await self._end(at.index)
+                    await self._end(name)
                 raise EpisodeAborted
         except asyncio.CancelledError:
-            await asyncio.shield(self._end(at.index))
+            await asyncio.shield(self._end(name))
             raise
         finally:
             aborted.cancel()
-        await self._end(at.index)
+        await self._end(name)
         reward = hosted.task.result()
         if not any(one.trajectory.sampled_tokens for one in hosted.session.samples):
             raise AgentFailed("the agent ended without having asked for anything")
@@ -140,12 +140,12 @@ class ExternalAgent:
 
     async def close(self) -> None:
         """End every agent that still runs."""
-        for index in list(self._hosted):
-            await self._end(index)
+        for name in list(self._hosted):
+            await self._end(name)
 
     def _begin(self, episode: Episode) -> _Hosted:
         at = episode.trajectory
-        name = at.session_id
+        name = episode.session_name
         outside = self._command is None and self._function is None
         params = episode.services.params
         pinned = self._pinned
@@ -166,12 +166,12 @@ class ExternalAgent:
             metadata=at.metadata,
         )
         hosted = _Hosted(session, asyncio.create_task(self._run(session, given)))
-        self._hosted[at.index] = hosted
+        self._hosted[name] = hosted
         return hosted
 
-    async def _end(self, index: int) -> None:
+    async def _end(self, name: str) -> None:
         """End an agent, and its session; what it asked for and was sampled is recorded."""
-        hosted = self._hosted.pop(index, None)
+        hosted = self._hosted.pop(name, None)
         if hosted is None:
             return
         hosted.task.cancel()

@@ -85,7 +85,7 @@ class SlimeGenerate:
         self._endpoint, self._arguments = endpoint, arguments
         self._vocab_size, self._timeout_s = vocab_size, timeout_s
         self._hooks = hooks or SampleHooks((), arguments)
-        self._hosted: dict[int, _Hosted] = {}
+        self._hosted: dict[str, _Hosted] = {}
 
     async def __call__(self, episode: Episode) -> None:
         """Call the function, or go on with the call that the sample has, and wait for its end.
@@ -95,8 +95,8 @@ class SlimeGenerate:
             ReturnedWrong: it returned something that cannot be recorded.
             Exception: what the function raised. In both cases the sample failed.
         """
-        at = episode.trajectory
-        hosted = self._hosted.get(at.index)
+        name = episode.session_name
+        hosted = self._hosted.get(name)
         if hosted is None:
             hosted = self._begin(episode)
         else:
@@ -108,21 +108,21 @@ class SlimeGenerate:
                 await hosted.session.idle()
                 raise EpisodeAborted
         except asyncio.CancelledError:
-            await asyncio.shield(self._end(at.index))
+            await asyncio.shield(self._end(name))
             raise
         finally:
             aborted.cancel()
-        await self._end(at.index)
+        await self._end(name)
         await self._accept(episode, hosted.session, hosted.task.result())
 
     async def close(self) -> None:
         """End every function that still runs."""
-        for index in list(self._hosted):
-            await self._end(index)
+        for name in list(self._hosted):
+            await self._end(name)
 
     def _begin(self, episode: Episode) -> _Hosted:
         where = urlsplit(self._endpoint.url)
-        name = episode.trajectory.session_id
+        name = episode.session_name
         params = episode.services.params
         # slime's functions ask http://{ip}:{port}/generate: the session stands in the "ip", and
         # what they put behind it becomes the end of its name.
@@ -139,11 +139,11 @@ class SlimeGenerate:
             },
         )
         hosted = _Hosted(session, asyncio.create_task(self._run(episode, session, arguments)))
-        self._hosted[episode.trajectory.index] = hosted
+        self._hosted[name] = hosted
         return hosted
 
-    async def _end(self, index: int) -> None:
-        hosted = self._hosted.pop(index, None)
+    async def _end(self, name: str) -> None:
+        hosted = self._hosted.pop(name, None)
         if hosted is None:
             return
         hosted.task.cancel()
@@ -154,7 +154,7 @@ class SlimeGenerate:
         sample = pending_sample(episode.trajectory, session.name)
         given: dict[str, Any] = {}
         if "evaluation" in inspect.signature(self._function).parameters:
-            given["evaluation"] = False
+            given["evaluation"] = episode.services.evaluation
         call = self._function(arguments, sample, self._sampling_params(episode), **given)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -164,8 +164,12 @@ class SlimeGenerate:
         except InvalidArgument as error:
             # Of one sample: it must not end the run as a refusal of ours does.
             raise ReturnedWrong(f"{self.__name__}: {error}") from error
-        step = episode.trajectory.rollout_step
-        return [await self._hooks.apply(one, step) for one in as_list(found, self.__name__)]
+        return [
+            await self._hooks.apply(
+                one, episode.trajectory.rollout_step, evaluation=episode.services.evaluation
+            )
+            for one in as_list(found, self.__name__)
+        ]
 
     def _sampling_params(self, episode: Episode) -> dict[str, Any]:
         """As slime's functions get them."""

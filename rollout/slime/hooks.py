@@ -32,10 +32,12 @@ class SampleHooks:
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
-    async def apply(self, sample: Any, rollout_step: int | None = None) -> Any:
+    async def apply(
+        self, sample: Any, rollout_step: int | None = None, *, evaluation: bool = False
+    ) -> Any:
         """The sample that the last hook leaves. Raises HookFailed, or what a hook raised."""
         for path, hook in self._hooks:
-            given = {"rollout_id": rollout_step, "evaluation": False}
+            given = {"rollout_id": rollout_step, "evaluation": evaluation}
             parameters = inspect.signature(hook).parameters
             if all(one.kind != one.VAR_KEYWORD for one in parameters.values()):
                 given = {name: value for name, value in given.items() if name in parameters}
@@ -56,6 +58,12 @@ class HookedEpisode:
         self._drive, self._hooks = drive, hooks
         self.__name__ = getattr(drive, "__name__", "episode")
 
+    async def close(self) -> None:
+        """As the driver's, where it has one."""
+        closing = getattr(self._drive, "close", None)
+        if closing is not None:
+            await closing()
+
     async def __call__(self, episode: Episode) -> None:
         """Drive, then show the sample. Raises HookFailed where a hook changed its tokens."""
         await self._drive(episode)
@@ -64,7 +72,9 @@ class HookedEpisode:
         reward = None if episode.reward is None else episode.reward.value
         before = sample_of(at, text, reward)
         recorded = list(before.tokens), list(before.loss_mask or ())
-        after = await self._hooks.apply(before, at.rollout_step)
+        after = await self._hooks.apply(
+            before, at.rollout_step, evaluation=episode.services.evaluation
+        )
         if (list(after.tokens), list(after.loss_mask or ())) != recorded:
             raise HookFailed("a sample hook changed tokens or loss_mask, which are recorded")
         if after.reward is not None and after.reward != reward:

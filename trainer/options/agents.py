@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.options.option import COUNT, Option, place
-from trainer.ranges import above
+from trainer.ranges import above, at_least
 
 __all__ = ["OPTIONS"]
 
@@ -73,5 +73,66 @@ OPTIONS: tuple[Option, ...] = (
         "ints",
         None,
         "ids that end a turn; default: the task's, or the tokenizer's end token",
+    ),
+    Option(
+        "custom_generate_function_path",
+        "agents",
+        str,
+        None,
+        "what drives a sample, by slime's signature: async f(args, sample, sampling_params) -> "
+        "Sample or a list of them; it asks the endpoint at args.sglang_router_ip and _port",
+    ),
+    Option(
+        "rollout_sample_hook_path",
+        "agents",
+        "strs",
+        None,
+        "functions that see each sample when it has ended, by slime's signature: f(args, sample, "
+        "*, rollout_id, evaluation) -> Sample or None",
+    ),
+    Option(
+        "agent_command",
+        "agents",
+        str,
+        None,
+        "a program that is started for each sample and asks the OpenAI endpoint that its "
+        "environment names",
+    ),
+    Option(
+        "agent_function_path",
+        "agents",
+        str,
+        None,
+        "the same as a function 'package.module:function' of a rollout.openai.agent.AgentTask",
+    ),
+    Option(
+        "tool_call_parser",
+        "agents",
+        str,
+        "hermes",
+        "how the model writes tool calls, for the endpoint",
+    ),
+    place(
+        "agent_timeout_s",
+        "agents",
+        float,
+        1800.0,
+        "seconds that an agent or a custom function may take for a sample",
+        within=above(0),
+    ),
+    place(
+        "openai_host",
+        "agents",
+        str,
+        "127.0.0.1",
+        "where the endpoint listens: only agents should reach it",
+    ),
+    place(
+        "openai_port",
+        "agents",
+        int,
+        0,
+        "port of the endpoint; 0: a free one",
+        within=at_least(0, 65535),
     ),
 )
