@@ -14,6 +14,10 @@ from rollout.weights.transports import DiskTransport, TensorTransport, Transport
 
 __all__ = ["TransportChoice"]
 
+_BROADCAST_TIMEOUT_S = 300.0
+"""For one request's tensors. An engine that refuses instead of receiving keeps this process, and
+the other engines, waiting so long."""
+
 
 class TransportChoice:
     """One transport of each kind, made when an engine first needs it."""
@@ -78,7 +82,8 @@ class TransportChoice:
         if name == "tensor":
             return TensorTransport(settings.buffer_size)
         if name == "distributed":
-            return DistributedTransport(settings.buffer_size, settings.timeout_s)
+            seconds = min(settings.timeout_s, _BROADCAST_TIMEOUT_S)
+            return DistributedTransport(settings.buffer_size, seconds)
         folder = settings.disk_dir
         if folder is None:
             self._folder = self._folder or tempfile.TemporaryDirectory(prefix="weights-")
