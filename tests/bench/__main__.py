@@ -34,6 +34,10 @@ PARTS = (
     "share",
     "batch",
     "train",
+    "tokens",
+    "writers",
+    "idle",
+    "engines",
 )
 
 
@@ -46,7 +50,7 @@ def main() -> int:
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="ledger-bench-", dir=given.dir) as folder:
         for name in parts:
-            part = _parts(given.quick, recorded, given.cache)[name]
+            part = _parts(given.quick, recorded, given.cache, given.lengths)[name]
             began = time.perf_counter()
             with console.status(f"measuring: {name}"):
                 figures += part(Path(folder) / name)
@@ -63,7 +67,7 @@ def main() -> int:
 
 
 def _parts(
-    quick: bool, recorded: Path | None, cache: Path
+    quick: bool, recorded: Path | None, cache: Path, lengths: Path | None
 ) -> dict[str, Callable[[Path], Iterator[Figure]]]:
     # Heavy imports only for what is measured.
     def append(folder: Path) -> Iterator[Figure]:
@@ -127,7 +131,30 @@ def _parts(
 
         return trainer_figures(folder, quick=quick)
 
+    def tokens(folder: Path) -> Iterator[Figure]:
+        from tests.bench.tokens import token_figures
+
+        return token_figures(folder, lengths, quick=quick)
+
+    def writers(folder: Path) -> Iterator[Figure]:
+        from tests.bench.crowds import crowd_figures
+
+        return crowd_figures(folder, quick=quick)
+
+    def idle(folder: Path) -> Iterator[Figure]:
+        from tests.bench.idle import idle_figures
+        from tests.bench.simulated import write_lengths
+
+        used = write_lengths(cache, lengths)
+        return idle_figures(folder, used, quick=quick)
+
+    def engines(folder: Path) -> Iterator[Figure]:
+        from tests.bench.engines import engine_figures
+
+        return engine_figures(folder, lengths, quick=quick)
+
     parts = (append, commits, scan, query, size, grown, keep, peers, share, batch, train)
+    parts += (tokens, writers, idle, engines)
     return {part.__name__: part for part in parts}
 
 
@@ -206,6 +233,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ledger", type=Path, metavar="DIR", help=f"a finished run's ledger (default: {DEMO})"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="response lengths in tokens, one a line, for the simulations (default: a log-normal "
+        "trace, which is written to the cache)",
     )
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", help="disk to measure (default: the temporary folder)"

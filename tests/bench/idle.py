@@ -44,18 +44,18 @@ class Load:
     """What is simulated. One engine, of which a token takes the same time however many run."""
 
     lengths: Sequence[int]
-    batch: int = 16
+    batch: int = 8
     """Groups of a rollout step."""
     samples: int = 8
     """Samples of a group."""
     token_s: float = 0.015
-    running: int = 64
+    running: int = 32
     """Samples that the engine has at a time: it makes `running / token_s` tokens a second."""
     train_share: float = 0.9
     """Training of a step, as a part of what the engine needs for the mean step at full load."""
     update_s: float = 2.0
     """A weight update; the engine stands still meanwhile."""
-    warm: int = 5
+    warm: int = 3
     """Steps before those that count: what was generated ahead while the trainer had nothing is used
     up by then."""
     steps: int = 6
@@ -207,43 +207,41 @@ def run_shape(load: Load, shape: RolloutShape, folder: Path) -> Timed:
 
 
 def idle_figures(folder: Path, lengths_file: Path | None, *, quick: bool) -> Iterator[Figure]:
-    """The three shapes where training is nearly as long as generation, and where it is half of it.
+    """The three shapes where training is nearly as long as generation; and where it is half of it.
 
-    The trace that was used is written to `folder`/lengths.txt, one length a line.
+    The lengths are those of `lengths_file`, or the default ones.
     """
     lengths = read_lengths(lengths_file)
-    used = emptied(folder) / "lengths.txt"
-    used.write_text("\n".join(str(one) for one in lengths) + "\n")
-    for share in (0.9, 0.5):
+    cases = [(name, 0.9) for name in SHAPES] + [("asynchronous", 0.5)]
+    for name, share in cases:
         load = Load(lengths=lengths, train_share=share)
+        if name != "asynchronous":
+            load = dataclasses.replace(load, warm=1)  # nothing is generated ahead
         if quick:
-            load = dataclasses.replace(load, batch=4, samples=2, running=8, warm=3, steps=3)
-        idle: dict[str, float] = {}
-        for name, shape in SHAPES.items():
-            timed = run_shape(load, shape, folder / f"{name}-{share}")
-            idle[name] = timed.idle
-            longer = max(timed.rollout_s, load.train_s)
-            yield Figure(
-                group=GROUP,
-                name=f"{name}, training {share:.0%} of generation",
-                against="max(rollout, train)",
-                ratio=timed.step_s / longer,
-                goal=1.1 if name == "asynchronous" else None,
-                at_most=True,
-                note=f"trainer idle {timed.idle:.0%}; a step {timed.step_s:.0f} s: a full engine "
-                f"needs {timed.rollout_s:.0f}, training {load.train_s:.0f}, the weight update "
-                f"{load.update_s:.0f}",
-                details={
-                    "idle": timed.idle,
-                    "step_s": timed.step_s,
-                    "rollout_s": timed.rollout_s,
-                    "train_s": load.train_s,
-                    "update_s": load.update_s,
-                    "batch_groups": load.batch,
-                    "group_samples": load.samples,
-                    "engine_requests": load.running,
-                    "token_s": load.token_s,
-                    "mean_tokens": float(np.mean(lengths)),
-                    "max_tokens": max(lengths),
-                },
-            )
+            load = dataclasses.replace(load, batch=2, samples=4, running=4, warm=1, steps=2)
+        timed = run_shape(load, SHAPES[name], folder / f"{name}-{share}")
+        longer = max(timed.rollout_s, load.train_s)
+        yield Figure(
+            group=GROUP,
+            name=f"{name}, training {share:.0%} of generation",
+            against="max(rollout, train)",
+            ratio=timed.step_s / longer,
+            goal=1.1 if name == "asynchronous" else None,
+            at_most=True,
+            note=f"trainer idle {timed.idle:.0%}; a step {timed.step_s:.0f} s: a full engine "
+            f"needs {timed.rollout_s:.0f}, training {load.train_s:.0f}, the weight update "
+            f"{load.update_s:.0f}",
+            details={
+                "idle": timed.idle,
+                "step_s": timed.step_s,
+                "rollout_s": timed.rollout_s,
+                "train_s": load.train_s,
+                "update_s": load.update_s,
+                "batch_groups": load.batch,
+                "group_samples": load.samples,
+                "engine_requests": load.running,
+                "token_s": load.token_s,
+                "mean_tokens": float(np.mean(lengths)),
+                "max_tokens": max(lengths),
+            },
+        )

@@ -24,6 +24,7 @@ __all__ = [
     "default_lengths",
     "read_lengths",
     "run_simulated",
+    "write_lengths",
 ]
 
 _T = TypeVar("_T")
@@ -113,6 +114,16 @@ def read_lengths(path: Path | None) -> list[int]:
     if not lengths or min(lengths) < 1:
         raise ValueError(f"{path}: a trace holds lengths of at least 1, one a line")
     return lengths
+
+
+def write_lengths(folder: Path, given: Path | None) -> Path:
+    """The file of a trace: `given`, or the default one, written to `folder`."""
+    if given is not None:
+        return given
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "lengths.txt"
+    path.write_text("".join(f"{one}\n" for one in default_lengths()))
+    return path
 
 
 class Trace:
