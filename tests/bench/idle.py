@@ -218,7 +218,7 @@ def idle_figures(folder: Path, lengths_file: Path | None, *, quick: bool) -> Ite
         if name != "asynchronous":
             load = dataclasses.replace(load, warm=1)  # nothing is generated ahead
         if quick:
-            load = dataclasses.replace(load, batch=2, samples=4, running=4, warm=1, steps=2)
+            load = dataclasses.replace(load, batch=1, samples=4, running=4, warm=1, steps=1)
         timed = run_shape(load, SHAPES[name], folder / f"{name}-{share}")
         longer = max(timed.rollout_s, load.train_s)
         yield Figure(
