@@ -7,10 +7,10 @@ is recorded for good must be whole: each length, each id, each requested extra i
 from __future__ import annotations
 
 import base64
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NoReturn
 
 import numpy as np
@@ -179,9 +179,10 @@ def _tokens(said: object, asked: Asked) -> npt.NDArray[np.int32]:
         asked.broken("output_ids", "a list of token ids", said)
     if len(said) > asked.params.max_new_tokens:
         asked.broken("output_ids", f"at most {asked.params.max_new_tokens} ids", f"{len(said)} ids")
-    for position, one in enumerate(said):
-        if type(one) is not int or not 0 <= one < asked.model.vocab_size:
-            asked.broken(f"output_ids[{position}]", f"an id in [0, {asked.model.vocab_size})", one)
+    inside = range(asked.model.vocab_size)
+    if set(map(type, said)) - {int} or (said and not (min(said) in inside and max(said) in inside)):
+        wrong = next(i for i, x in enumerate(said) if type(x) is not int or x not in inside)
+        asked.broken(f"output_ids[{wrong}]", f"an id in [0, {len(inside)})", said[wrong])
     return np.array(said, dtype=np.int32)
 
 
@@ -224,18 +225,21 @@ def _log_probs(
     if not isinstance(said, list) or len(said) != len(tokens):
         found = f"{len(said)} entries" if isinstance(said, list) else said
         asked.broken(field, f"one entry for each of {len(tokens)} tokens", found)
-    values = []
     for position, (entry, token) in enumerate(zip(said, tokens.tolist(), strict=True)):
-        if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
+        if type(entry) is not list or len(entry) < 2 or entry[1] != token:
             asked.broken(f"{field}[{position}]", f"[log-prob, {token}, …]", entry)
-        values.append(_finite(entry[0], f"{field}[{position}]", asked))
-    return np.array(values, dtype=np.float32)
+    return _finite([entry[0] for entry in said], field, asked)
 
 
-def _finite(value: object, field: str, asked: Asked) -> float:
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        asked.broken(field, "a finite log-probability", value)
-    return float(value)
+def _finite(values: list[Any], field: str, asked: Asked) -> npt.NDArray[np.float32]:
+    """[R] The numbers of a list: none of them null, which is how JSON has NaN and infinities."""
+    numbers = not set(map(type, values)) - {float, int}
+    found = np.array(values if numbers else [], dtype=np.float64)
+    if not numbers or not np.isfinite(found).all():
+        bad = (i for i, x in enumerate(values) if type(x) not in (float, int) or not isfinite(x))
+        wrong = next(bad)
+        asked.broken(f"{field}[{wrong}]", "a finite log-probability", values[wrong])
+    return found.astype(np.float32)
 
 
 def _kept(
@@ -255,12 +259,9 @@ def _kept(
         if left[0] < 0 or left[-1] >= asked.model.vocab_size or len(left) != len(one):
             asked.broken(field, f"different ids in [0, {asked.model.vocab_size})", one)
         ids.append(left.astype(np.int32))
-    values = [
-        _finite(value, f"meta_info.output_token_sampling_logprobs[{i}]", asked)
-        for i, value in enumerate(said)
-    ]
+    values = _finite(list(said), "meta_info.output_token_sampling_logprobs", asked)
     offsets = np.cumsum([0, *(len(one) for one in ids)], dtype=np.int32)
-    return np.array(values, dtype=np.float32), np.concatenate(ids), offsets
+    return values, np.concatenate(ids), offsets
 
 
 def _sized(meta: Mapping[str, Any], name: str, count: int, asked: Asked) -> Sequence[Any]:

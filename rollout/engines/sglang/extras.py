@@ -6,7 +6,6 @@ for *every* layer of the model, by its number; a layer without experts holds zer
 
 from __future__ import annotations
 
-import base64
 import binascii
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,8 @@ def _int32(said: object, field: str, flag: str, asked: Asked) -> npt.NDArray[np.
     if not isinstance(said, str):
         asked.broken(field, "what was asked for, in base64", said, f"start the engine with {flag}")
     try:
-        raw = base64.b64decode(said, validate=True)
-    except (binascii.Error, ValueError) as error:
+        raw = binascii.a2b_base64(said, strict_mode=True)
+    except ValueError as error:
         asked.broken(field, "base64", error)
     if len(raw) % 4:
         asked.broken(field, "whole int32 numbers", f"{len(raw)} bytes")
@@ -53,24 +52,27 @@ def decode_experts(
             f"{4 * len(numbers)} bytes",
         )
     whole = numbers.reshape(rows, model.num_layers, model.topk)
-    layers = list(model.moe_layers)
-    others = np.setdiff1d(np.arange(model.num_layers), layers)
-    if whole[:, others].any():
-        layer = int(others[whole[:, others].any(axis=(0, 2)).argmax()])
-        asked.broken(field, f"zeros for layer {layer}, which has no experts", "experts")
-    ids = whole[:, layers]
-    outside = (ids < 0) | (ids >= model.num_experts)
-    if outside.any():
-        row, layer, k = (int(i) for i in np.argwhere(outside)[0])
+    ids = whole
+    if len(model.moe_layers) < model.num_layers:
+        others = [i for i in range(model.num_layers) if i not in model.moe_layers]
+        if whole[:, others].any():
+            layer = others[int(whole[:, others].any(axis=(0, 2)).argmax())]
+            asked.broken(field, f"zeros for layer {layer}, which has no experts", "experts")
+        ids = np.ascontiguousarray(whole[:, list(model.moe_layers)])
+    # One pass: as unsigned numbers, negative ones are above all experts.
+    if ids.size and int(ids.view(np.uint32).max()) >= model.num_experts:
+        row, layer, k = np.argwhere((ids < 0) | (ids >= model.num_experts))[0].tolist()
         asked.broken(
-            f"{field}[{row}, {layers[layer]}, {k}]",
+            f"{field}[{row}, {model.moe_layers[layer]}, {k}]",
             f"an expert in [0, {model.num_experts})",
             int(ids[row, layer, k]),
         )
     # The experts of one token differ, so that zeros alone mean that nothing was captured.
-    if model.topk > 1 and not ids.any(axis=2).all():
-        row, layer = (int(i) for i in np.argwhere(~ids.any(axis=2))[0])
-        asked.broken(f"{field}[{row}, {layers[layer]}]", f"{model.topk} different experts", "zeros")
+    if model.topk > 1 and not (nothing := ids[:, :, 0] | ids[:, :, 1]).all():
+        row, layer = np.argwhere(nothing == 0)[0].tolist()
+        asked.broken(
+            f"{field}[{row}, {model.moe_layers[layer]}]", f"{model.topk} different experts", "zeros"
+        )
     return ids.astype(expert_dtype(model.num_experts))
 
 
