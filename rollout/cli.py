@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ledger.commands.common import add_catalog
 from ledger.errors import InvalidArgument, LedgerError, explain
+from rollout.engines.sglang.arguments import sglang_options, with_sglang_options
 from trainer.names_elsewhere import unknown_options
 from trainer.options import OPTIONS, add_options
 
@@ -64,14 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. 0 on success, 2 with the reason on standard error, 130 when interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    found, rest = parser.parse_known_args(words)
+    try:
+        own, engines = sglang_options(words, parser._option_string_actions.keys())
+    except LedgerError as refused:
+        print(f"ledger-rollout: {refused}", file=sys.stderr)
+        return 2
+    found, rest = parser.parse_known_args(own)
     if rest:
         error = unknown_options(
             rest, parser._option_string_actions.keys(), command="ledger-rollout"
         )
         print(f"ledger-rollout: {error}", file=sys.stderr)
         return 2
-    given = vars(found)
+    given = with_sglang_options(vars(found), engines)
     as_json, catalog, alone = given.pop("json"), given.pop("catalog"), given.pop("rollout_only")
     try:
         result = run(given, show=not as_json, catalog=catalog, alone=alone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ledger.events import EvalScored
 from rollout.async_side import AsyncRollouts
 from rollout.coordinator import Coordinator
 from rollout.driving import drives_episodes, episode_function
-from rollout.engines import create_async_engine, create_engine
+from rollout.engines import create_async_engine, create_engine, own_end_token_ids
 from rollout.environments.from_options import environment_tools
 from rollout.episode import EpisodeFunction, single_turn
 from rollout.evaluation_episodes import evaluate_episodes, judged_in
@@ -160,6 +161,10 @@ class LocalRolloutSide:
         stops = self._settings.rollout_stop_token_ids
         if stops is None:
             stops = stop_token_ids(self._source, self._tokenizer)
+        more = set(own_end_token_ids(values["engine"], model_dir)).difference(stops)
+        if more:
+            stops = (*stops, *sorted(more))
+            self._settings = replace(self._settings, rollout_stop_token_ids=stops)
         runs = evaluation_runs(
             values,
             self._settings,

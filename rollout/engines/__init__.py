@@ -11,7 +11,7 @@ from ledger.errors import InvalidArgument, explain
 if TYPE_CHECKING:
     from rollout.protocol import AsyncEngine, Engine
 
-__all__ = ["ENGINE_NAMES", "create_async_engine", "create_engine"]
+__all__ = ["ENGINE_NAMES", "create_async_engine", "create_engine", "own_end_token_ids"]
 
 ENGINE_NAMES = ("transformers", "sglang")
 
@@ -75,3 +75,15 @@ async def create_async_engine(
     # 'retract' and 'in_place' are the same to it: there is no cache that outlives a batch.
     mode = "abort" if values["pause_generation_mode"] == "abort" else "wait"
     return BatchingEngine(TransformersEngine(model_dir, **embedded), pause_mode=mode)
+
+
+def own_end_token_ids(name: str, model_dir: str | Path) -> tuple[int, ...]:
+    """Ids at which the engine `name` ends a response of this model, whatever it is told.
+
+    They are recorded with those that end an answer, since they do. Raises as `read_model_facts`.
+    """
+    if name != "sglang":
+        return ()
+    from rollout.engines.sglang.model import read_model_facts
+
+    return read_model_facts(model_dir).end_token_ids

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ledger.errors import Corrupt, EngineFailed, InvalidArgument, NotFound
 from ledger.events import UNKNOWN_VERSION
+from rollout.engines import own_end_token_ids
 from rollout.engines.sglang.answer import Asked, parse_answer, parse_version
 from rollout.engines.sglang.model import ModelFacts, read_model_facts
 from rollout.engines.sglang.request import SENT_SAMPLING_PARAMS, Extras, generate_body, wire_rid
@@ -484,6 +485,8 @@ def test_all_ids_that_end_a_response_are_known(tmp_path: Path) -> None:
         )
     )
     assert facts.end_token_ids == (3, 5, 6, 9)
+    assert own_end_token_ids("sglang", tmp_path) == (3, 5, 6, 9)
+    assert own_end_token_ids("transformers", tmp_path) == ()
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
