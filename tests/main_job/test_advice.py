@@ -20,7 +20,16 @@ ELSEWHERE = {
     "--lifecycle-configuration",  # not commands of ours
     *("--task-options",),  # rollout.models
     *("--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),  # torchrun
+    "--shm-size",  # docker
 }
+SGLANG = {
+    *("--disable-overlap-schedule", "--dp-size", "--enable-deterministic-inference"),
+    *("--enable-memory-saver", "--enable-return-indexer-topk", "--enable-return-routed-experts"),
+    *("--kv-cache-dtype", "--log-level", "--mem-fraction-static", "--pp-size", "--tp-size"),
+    *("--flush-cache", "--preferred-sampling-params", "--timeout-s", "--weight-version"),
+}
+"""Arguments of SGLang's server and of checkpoint-engine's, which are also passed on to it."""
+ELSEWHERE |= SGLANG | {f"--sglang-{flag[2:]}" for flag in SGLANG}
 
 
 def test_every_flag_named_in_code_and_documents_exists() -> None:
