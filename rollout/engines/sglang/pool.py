@@ -10,7 +10,6 @@ import itertools
 import logging
 import uuid
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -19,11 +18,11 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ledger.errors import Conflict, EngineFailed, explain
-from ledger.events import UNKNOWN_VERSION
 from rollout.engines.sglang.affinity import HashRing
+from rollout.engines.sglang.barrier import Barrier, WeightUpdates
 from rollout.engines.sglang.client import Refused, Unreachable
 from rollout.engines.sglang.keeper import Keeper, PoolSettings
 from rollout.engines.sglang.member import Member
@@ -41,31 +40,12 @@ if TYPE_CHECKING:
     from ledger.events import WeightsLoaded
     from ledger.weights import TensorRecord
 
-__all__ = ["SGLangPool", "WeightUpdates"]
+__all__ = ["SGLangPool"]
 
 _log = logging.getLogger(__name__)
 _LONGEST_BACKOFF_S = 15.0
 _AGAIN_S = 1.0
 """After which an abort is said again: a server forgets one for a request that it has not begun."""
-
-
-class WeightUpdates(Protocol):
-    """What brings versions to engines: `rollout.weights.WeightUpdater`. Engines are its own kind of
-    object, made by the pool's `control`."""
-
-    unusable: dict[str, str]
-
-    async def update(
-        self, engines: Sequence[Any], version: int, named: Any
-    ) -> list[TensorRecord]: ...
-
-    def loaded(self) -> list[WeightsLoaded]: ...
-
-    async def release(self, version: int) -> None: ...
-
-    async def restore(self, engine: Any) -> WeightsLoaded | None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -101,18 +81,20 @@ class SGLangPool:
         self._members = list(members)
         self.model = model
         self._settings = settings or PoolSettings()
-        self._updates, self._control, self.on_loaded = updates, control, on_loaded
+        self.on_loaded = on_loaded
         self._ring = HashRing([f"engine-{member.number}" for member in members])
         self._calls: dict[str, _Call] = {}
         # Servers that are attached may have other clients.
         self._names = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        self._open = asyncio.Event()
         self._changed = asyncio.Condition()
-        self._weights = asyncio.Lock()
+        self._barrier = Barrier(
+            self._members,
+            updates,
+            control,
+            changed=self._tell_change,
+            change=lambda: self._change(self._settings.health_interval_s),
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._version = UNKNOWN_VERSION
-        self._brought = False
-        self._controls: dict[str, Any] = {}
         self._closed = False
         self.version = ""
         """Of SGLang; known after `start`."""
@@ -130,12 +112,12 @@ class SGLangPool:
     @property
     def weight_version(self) -> int:
         """The version that new requests are served with."""
-        return self._version
+        return self._barrier.version
 
     @property
     def is_paused(self) -> bool:
         """Whether an update waits for its release."""
-        return not self._open.is_set()
+        return not self._barrier.is_open
 
     async def start(self) -> None:
         """Bring all servers up, and look after them from now on.
@@ -155,18 +137,19 @@ class SGLangPool:
             await self.close()
             raise
         self.version = ", ".join(sorted(versions))
-        self._version = loaded.pop() if len(loaded) == 1 else UNKNOWN_VERSION
+        if len(loaded) == 1:
+            self._barrier.version = loaded.pop()
         for member in self._members:
             member.serves = True
             keeper = Keeper(
                 member,
                 self._settings,
                 bring_back=self._bring_back,
-                runs_its_model=lambda: not self._weights.locked() and not self.is_paused,
+                runs_its_model=lambda: self._barrier.is_quiet,
                 changed=self._tell_change,
             )
             self._spawn(keeper.keep())
-        self._open.set()
+        self._barrier.is_open = True
 
     # Requests.
 
@@ -239,7 +222,7 @@ class SGLangPool:
         """A place on an engine that takes requests, to be released; None: the call was aborted."""
         while (member := await self._member_for(call, avoid)) is not None:
             got = await _acquired(member, call)
-            if got and self._open.is_set() and member.serves and not call.aborted.is_set():
+            if got and self._barrier.is_open and member.serves and not call.aborted.is_set():
                 return member
             if got:
                 member.slots.release()
@@ -251,7 +234,7 @@ class SGLangPool:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._settings.patience_s
         while not call.aborted.is_set():
-            if not self._open.is_set():
+            if not self._barrier.is_open:
                 # New weights may take as long as they like.
                 deadline = clock() + self._settings.patience_s
             else:
@@ -349,104 +332,23 @@ class SGLangPool:
         """Bring a version to all engines that serve, which stay paused; see `AsyncEngine`.
 
         An engine that is being started again gets it before it serves. Raises what `updates`
-        raises; then the old version is served, as it promises.
+        raises; then the old version is served, as it promises. Raises also Conflict where the pool
+        was made without `updates`, and EngineFailed where no engine is left.
         """
-        updates = self._weight_updates()
-        self._open.clear()
-        async with self._serving():
-            engines = [self._controlled(m) for m in self._members if m.serves]
-            for member in self._members:
-                if member.client is not None:
-                    member.client.updates += 1
-            try:
-                records = await updates.update(engines, version, named)
-            except BaseException:
-                self._condemn_unusable()
-                self._open.set()
-                await asyncio.shield(self._tell_change())
-                raise
-            self._condemn_unusable()
-            self._version, self._brought = version, True
-            return records
-
-    @contextlib.asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
-        """Hold the engines' weights, once an engine serves. Raises EngineFailed where none will."""
-        while True:
-            async with self._weights:
-                if any(member.serves for member in self._members):
-                    yield
-                    return
-            lost = [m.lost for m in self._members if m.lost is not None]
-            if self._closed or len(lost) == len(self._members):
-                self._open.set()
-                raise EngineFailed(
-                    explain(
-                        "updating the weights of engines",
-                        on=f"engine {self.name}",
-                        expected="an engine that serves",
-                        found="; ".join(lost) or "closed",
-                    )
-                )
-            await self._change(self._settings.health_interval_s)
+        return await self._barrier.update(version, named)
 
     def loaded(self) -> list[WeightsLoaded]:
         """The events of the update that waits for `release`: to be stored before it."""
-        return [] if self._updates is None else self._updates.loaded()
+        return self._barrier.loaded()
 
     async def release(self, version: int) -> None:
         """Serve the version that was brought last. Raises Conflict where it is another one."""
-        updates = self._weight_updates()
-        async with self._weights:
-            await updates.release(version)
-            self._condemn_unusable()
-            self._open.set()
-        await self._tell_change()
-
-    def _weight_updates(self) -> WeightUpdates:
-        if self._updates is None or self._control is None:
-            raise Conflict(
-                explain(
-                    "updating the weights of engines",
-                    on=f"engine {self.name}",
-                    expected="a way to bring weights to it",
-                    found="an engine that was made for sampling alone",
-                )
-            )
-        return self._updates
-
-    def _controlled(self, member: Member) -> Any:
-        """What `updates` talks to; one for each address, since it keeps connections."""
-        found = self._controls.get(member.address)
-        if found is None and self._control is not None:
-            found = self._controls[member.address] = self._control(member)
-        return found
-
-    def _condemn_unusable(self) -> None:
-        """Engines that hold neither the old nor the new version are started again."""
-        if self._updates is None:
-            return
-        for member in self._members:
-            why = self._updates.unusable.get(member.address)
-            if why is not None and member.serves:
-                _log.error("engine %s cannot serve: %s", member.address, why)
-                member.serves = False
-                member.gone.set()
-                member.suspect.set()
+        await self._barrier.release(version)
 
     # Servers.
 
     async def _bring_back(self, member: Member) -> None:
-        """Start an engine again, and give it the version that the others serve, before traffic."""
-        await member.start()
-        async with self._weights:
-            if self._brought and self._updates is not None:
-                event = await self._updates.restore(self._controlled(member))
-                if event is not None and self.on_loaded is not None:
-                    await self.on_loaded([event])
-            member.serves = True
-            member.served_from = asyncio.get_running_loop().time()
-        _log.warning("engine %s is back", member.address)
+        await self._barrier.bring_back(member, self.on_loaded)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -461,10 +363,7 @@ class SGLangPool:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for control in self._controls.values():
-            await control.close()
-        if self._updates is not None:
-            await self._updates.close()
+        await self._barrier.close()
         await asyncio.gather(*(member.close() for member in self._members))
 
     def describe(self) -> Mapping[str, Any]:
