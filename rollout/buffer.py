@@ -54,6 +54,16 @@ class BufferedSample:
     decision: str | None = None
     """The last one: None, 'recycled', or a final one while others of its group have none."""
 
+    def staleness(self, consumer_version: int) -> int | None:
+        """Versions from the oldest one that sampled a token to the consumer's, by local numbers.
+
+        0 where nothing was sampled yet; None where an engine did not say its version.
+        """
+        oldest = self.trajectory.oldest_version()
+        if oldest is None:
+            return None if self.trajectory.sampled_tokens else 0
+        return _local(consumer_version) - _local(oldest)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BufferedGroup:
@@ -79,28 +89,11 @@ class BufferedGroup:
         """Whether every sample has a reward: nothing is left but to decide."""
         return all(sample.reward is not None for sample in self.samples.values())
 
-    def oldest_version(self) -> tuple[bool, int | None]:
-        """Whether the versions of all sampled tokens are known, and the oldest of them if any."""
-        oldest: int | None = None
-        for sample in self.samples.values():
-            found = sample.trajectory.oldest_version()
-            if found is None:
-                if sample.trajectory.sampled_tokens:
-                    return False, None
-                continue
-            if oldest is None or _local(found) < _local(oldest):
-                oldest = found
-        return True, oldest
-
     def staleness(self, consumer_version: int) -> int | None:
-        """Versions from the oldest one that sampled a token to the consumer's, by local numbers.
-
-        0 where nothing was sampled yet; None where an engine did not say its version.
-        """
-        known, oldest = self.oldest_version()
-        if not known:
-            return None
-        return 0 if oldest is None else _local(consumer_version) - _local(oldest)
+        """That of its oldest sample; None where an engine did not say a version."""
+        ages = [sample.staleness(consumer_version) for sample in self.samples.values()]
+        known = [age for age in ages if age is not None]
+        return max(known, default=0) if len(known) == len(ages) else None
 
 
 def _local(version: int) -> int:

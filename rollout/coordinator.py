@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ledger.errors import Conflict, explain
-from ledger.events import UNKNOWN_VERSION, SampleDecided
+from ledger.events import UNKNOWN_VERSION
 from ledger.fields import Event
 from ledger.numbering import VERSION_SPAN, local_number
-from rollout.buffer import FINAL, BufferedGroup
+from rollout.buffer import BufferedGroup
 from rollout.buffer_reading import read_buffer
-from rollout.deciding import decided, too_few, why_stale
+from rollout.deciding import group_decisions, too_few, why_stale
 from rollout.episode import EpisodeFunction, EpisodeServices, single_turn
 from rollout.filters import create_filter
 from rollout.gate import BufferedSink, GatedEngine, ReportsLoads
@@ -89,10 +88,9 @@ class Coordinator:
         self.sink = BufferedSink(self._events, self.buffer)
         if isinstance(engine, ReportsLoads):
             engine.on_loaded = self._events.append
-        limit = shape.async_max_concurrent_samples
         self._scorers = executor or ThreadPoolExecutor(_SCORERS, thread_name_prefix="reward")
-        self._services = RunServices(
-            episodes=EpisodeServices(
+        self._services = RunServices.of(
+            EpisodeServices(
                 engine=self.engine,
                 sink=self.sink,
                 tokenizer=tokenizer,
@@ -104,15 +102,12 @@ class Coordinator:
                 take_index=self.buffer.take_index,
                 adopt=self.buffer.adopt,
             ),
-            engine=self.engine,
-            sink=self.sink,
-            drive=drive,
-            reward=reward,
-            executor=self._scorers,
-            places=None if limit is None else asyncio.Semaphore(limit),
-            greedy=replace(params, temperature=0.0, top_p=1.0, top_k=-1),
-            baseline_key=settings.greedy_baseline_key,
-            n_samples=settings.n_samples_per_prompt,
+            self.engine,
+            drive,
+            reward,
+            self._scorers,
+            settings,
+            shape,
         )
         self._issuer = PromptIssuer(self.buffer, source, tokenizer, settings)
         self._runs: dict[int, GroupRun] = {}
@@ -298,11 +293,10 @@ class Coordinator:
         group, most = run.group, self._shape.max_sample_retries
         self._failures_in_a_row += 1
         index, reason = next(iter(run.failed.items()))
-        events: list[Event] = []
-        for sample in group.samples.values():
-            at = sample.trajectory
-            own = run.failed.get(at.index, f"sample {index} of its group failed: {reason}")
-            events.append(decided(at, self._step, "failed", own, "max_sample_retries"))
+        others = f"sample {index} of its group failed: {reason}"
+        events = group_decisions(
+            group, self._step, "failed", others, "max_sample_retries", reasons=run.failed
+        )
         await self._append(events, again=group if group.failures < most else None)
         limit = max(8, 2 * self._settings.rollout_batch_size)
         if self._failures_in_a_row >= limit:
@@ -316,17 +310,9 @@ class Coordinator:
         again = self._shape.async_unused_samples_handler == "retry"
         for run in list(self._passing.values()):
             found = run.group.staleness(consumer)
-            if found is not None and found <= bound:
-                continue
-            await self._decide(
-                run,
-                "stale",
-                why_stale(found, bound),
-                "max_weight_staleness",
-                consumer=consumer,
-                staleness=found,
-                again=again,
-            )
+            if found is None or found > bound:
+                why = why_stale(found, bound)
+                await self._decide(run, "stale", why, "max_weight_staleness", again=again)
 
     async def _decide(
         self,
@@ -335,20 +321,25 @@ class Coordinator:
         reason: str,
         rule: str,
         *,
-        consumer: int | None = None,
-        staleness: int | None = None,
         again: bool = False,
     ) -> None:
         """Decide a whole group; `again`: in the same commit its prompt is issued once more."""
-        events = self._decisions(
-            run, decision, reason, rule, consumer=consumer, staleness=staleness
+        consumer = self._consumer if decision == "stale" else None
+        events = group_decisions(
+            run.group,
+            self._step,
+            decision,
+            reason,
+            rule,
+            baseline=run.baseline,
+            consumer=consumer,
         )
         self._deciding.add(run.group.group_index)
         self._passing.pop(run.group.group_index, None)
-        await self._append(list(events), again=run.group if again else None)
+        await self._append(events, again=run.group if again else None)
         self._deciding.discard(run.group.group_index)
 
-    async def _append(self, events: list[Event], *, again: BufferedGroup | None) -> None:
+    async def _append(self, events: Sequence[Event], *, again: BufferedGroup | None) -> None:
         """Store decisions; the prompt of `again` is issued once more in the same commit."""
         if again is None:
             await self.sink.append(events)
@@ -356,41 +347,6 @@ class Coordinator:
         retry = self._issuer.again(again, rollout_step=self._step, round_number=self._rounds)
         await self.sink.append([*events, retry])
         self._start(self.buffer.groups[retry.group_index])
-
-    def _decisions(
-        self,
-        run: GroupRun,
-        decision: str,
-        reason: str,
-        rule: str,
-        *,
-        consumer: int | None = None,
-        staleness: int | None = None,
-    ) -> list[SampleDecided]:
-        events = []
-        for sample in run.group.samples.values():
-            at = sample.trajectory
-            if sample.decision in FINAL:
-                continue  # whoever drove the episode decided it
-            if at.rollout_id == run.baseline and decision != "recycled":
-                events.append(decided(at, self._step, "surplus", "baseline", "advantage_estimator"))
-                continue
-            if decision == "kept" and not at.sampled_tokens:
-                # Its agent asked in its own words: what is trained on are the siblings.
-                events.append(decided(at, self._step, "surplus", "nothing was sampled", "episode"))
-                continue
-            events.append(
-                decided(
-                    at,
-                    self._step,
-                    decision,
-                    reason,
-                    rule,
-                    consumer=consumer,
-                    staleness=staleness,
-                )
-            )
-        return events
 
     # --- the end of a step
 
@@ -401,13 +357,14 @@ class Coordinator:
         self._deciding |= keys
         for run in chosen:
             del self._passing[run.group.group_index]
-            events += self._decisions(
-                run,
+            events += group_decisions(
+                run.group,
+                self._step,
                 "kept",
                 "",
                 self._settings.dynamic_sampling_filter_path,
+                baseline=run.baseline,
                 consumer=self._consumer,
-                staleness=None if self._consumer is None else run.group.staleness(self._consumer),
             )
         if not self._shape.fully_async:
             events += await self._cut_the_rest(keys)
@@ -438,11 +395,11 @@ class Coordinator:
             run = stopped.get(key) or GroupRun(group, self._services)
             if partial:
                 how = "whole" if run.is_whole else "cut"
-                events += self._decisions(run, "recycled", f"{how}: {reason}", "partial_rollout")
+                said = ("recycled", f"{how}: {reason}", "partial_rollout")
             else:
-                decision = "surplus" if run.is_whole else "aborted"
-                events += self._decisions(run, decision, reason, "rollout_batch_size")
+                said = ("surplus" if run.is_whole else "aborted", reason, "rollout_batch_size")
                 self._passing.pop(key, None)
+            events += group_decisions(group, self._step, *said, baseline=run.baseline)
         return events
 
     async def _stop(self, runs: Sequence[GroupRun]) -> None:
@@ -466,23 +423,16 @@ class Coordinator:
         """Groups that may be issued now."""
         if not self.engine.is_open:
             return 0
-        batch = self._settings.rollout_batch_size
-        outstanding = len(self._runs) + len(self._passing)
         consumer, has = self._consumer, self.engine.weight_version
         if consumer is None or has == UNKNOWN_VERSION:
             consumer = has = 0  # how far they are apart is not known
-        ahead = self._shape.groups_ahead(
-            batch,
+        return self._shape.room(
+            self._settings,
             consumer_version=local_number(consumer, VERSION_SPAN),
             engine_version=local_number(has, VERSION_SPAN),
+            waiting_groups=len(self._runs) + len(self._passing),
+            running_samples=sum(len(run.group.samples) for run in self._runs.values()),
         )
-        room = ahead - outstanding
-        limit = self._shape.async_max_concurrent_samples
-        if limit is not None:
-            running = sum(len(run.group.samples) for run in self._runs.values())
-            size = self._settings.n_samples_per_prompt
-            room = min(room, max(-(-(limit - running) // size), 0))
-        return room
 
     # --- what all need
 

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ledger.errors import InvalidArgument, explain
 from ledger.events import SampleDecided
-from rollout.buffer import DROPPED, DataBuffer
+from rollout.buffer import DROPPED, FINAL, BufferedGroup, DataBuffer
 from rollout.records import sample_decided
 from rollout.settings import RolloutSettings
-from rollout.trajectory import Trajectory
 
-__all__ = ["decided", "too_few", "why_stale"]
+__all__ = ["group_decisions", "too_few", "why_stale"]
 
 
-def decided(
-    at: Trajectory,
+def group_decisions(
+    group: BufferedGroup,
     rollout_step: int,
     decision: str,
     reason: str,
     rule: str,
     *,
+    baseline: int | None = None,
     consumer: int | None = None,
-    staleness: int | None = None,
-) -> SampleDecided:
-    """The event of a decision on one sample."""
-    return sample_decided(
-        at,
-        rollout_step=rollout_step,
-        decision=decision,
-        reason=reason,
-        rule=rule,
-        consumer_version=consumer,
-        staleness=staleness,
-    )
+    reasons: Mapping[int, str] | None = None,
+) -> list[SampleDecided]:
+    """The events of a decision on a whole group, less samples that are finally decided already.
+
+    `baseline` is its greedy sample, which is never trained on. With `consumer`, the version that
+    trains next, each says how old its tokens are. `reasons` are those of single samples.
+    """
+    events = []
+    for index, sample in group.samples.items():
+        at = sample.trajectory
+        if sample.decision in FINAL:
+            continue  # whoever drove the episode decided it
+        said = (decision, (reasons or {}).get(index, reason), rule)
+        of, staleness = None, None
+        if at.rollout_id == baseline and decision in ("kept", "filtered", "stale", "surplus"):
+            said = ("surplus", "baseline", "advantage_estimator")
+        elif decision == "kept" and not at.sampled_tokens:
+            # Its agent asked in its own words: what is trained on are the siblings.
+            said = ("surplus", "nothing was sampled", "episode")
+        elif consumer is not None:
+            of, staleness = consumer, sample.staleness(consumer)
+        events.append(
+            sample_decided(
+                at,
+                rollout_step=rollout_step,
+                decision=said[0],
+                reason=said[1],
+                rule=said[2],
+                consumer_version=of,
+                staleness=staleness,
+            )
+        )
+    return events
 
 
 def why_stale(staleness: int | None, bound: int) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ledger.errors import RewardFailed
+from ledger.errors import Diverged, RewardFailed, explain
 from ledger.evaluations import Evaluation
 from ledger.events import EvalScored
 from ledger.seeds import derive_seed
-from rollout.protocol import Engine, GenerationRequest, SamplingParams
+from rollout.protocol import Engine, GenerationRequest, GenerationResult, SamplingParams
 from rollout.records import response_text
 from rollout.rewards import RewardFunction, ScoredSample
 from rollout.tasks import PromptSource
@@ -92,6 +93,7 @@ def evaluate(
 
     Raises:
         RewardFailed: it gave none at all.
+        Diverged: an answer is not of `weight_version`, from its first to its last token.
     """
     began = time.perf_counter()
     rows = np.repeat(np.arange(n_prompts, dtype=np.int64), n_samples)
@@ -111,6 +113,7 @@ def evaluate(
         ],
         params,
     )
+    _require_version(results, weight_version, engine.name)
     rewards = np.full(len(rows), np.nan)
     failed: RewardFailed | None = None
     for index, (row, result) in enumerate(zip(rows, results, strict=True)):
@@ -156,3 +159,21 @@ def evaluate(
 
 def _seed(seed: int, row: int, number: int) -> int:
     return derive_seed("eval", seed, row) if number == 0 else derive_seed("eval", seed, row, number)
+
+
+def _require_version(results: Sequence[GenerationResult], weight_version: int, engine: str) -> None:
+    """A measurement is of one version: raise Diverged where an answer says otherwise, or is cut."""
+    for result in results:
+        versions = sorted(set(result.span_versions.tolist()))
+        if versions != [weight_version] or result.finish_reason == "abort":
+            raise Diverged(
+                explain(
+                    "evaluating a weight version",
+                    on=f"version {weight_version}, engine {engine}, answer {result.index}",
+                    expected=f"every token sampled by version {weight_version}, to the end",
+                    found=f"versions {versions} (-1: it does not say), ended by "
+                    f"{result.finish_reason!r}",
+                    do="nothing was recorded; look at which clients the engine has besides, or "
+                    "leave out --eval-interval where it does not say its version",
+                )
+            )

@@ -23,6 +23,8 @@ from rollout.gate import GatedEngine
 from rollout.protocol import SamplingParams
 from rollout.records import Verifier, response_text, sample_scored
 from rollout.rewards import Reward, RewardFunction, ScoredSample
+from rollout.settings import RolloutSettings
+from rollout.shapes import RolloutShape
 from rollout.sink import Appender
 from rollout.trajectory import Trajectory
 
@@ -51,6 +53,32 @@ class RunServices:
     """Name of the part that holds the reward of the group's greedy sample; None: there is none."""
     n_samples: int
     """Samples of a group, a greedy one not counted."""
+
+    @classmethod
+    def of(
+        cls,
+        episodes: EpisodeServices,
+        engine: GatedEngine,
+        drive: EpisodeFunction,
+        reward: RewardFunction,
+        executor: Executor,
+        settings: RolloutSettings,
+        shape: RolloutShape,
+    ) -> RunServices:
+        """From the settings; to be called in the event loop."""
+        limit = shape.async_max_concurrent_samples
+        return cls(
+            episodes=episodes,
+            engine=engine,
+            sink=episodes.sink,
+            drive=drive,
+            reward=reward,
+            executor=executor,
+            places=None if limit is None else asyncio.Semaphore(limit),
+            greedy=replace(episodes.params, temperature=0.0, top_p=1.0, top_k=-1),
+            baseline_key=settings.greedy_baseline_key,
+            n_samples=settings.n_samples_per_prompt,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ledger.errors import InvalidArgument, explain
+from rollout.settings import RolloutSettings
 
 __all__ = ["UNUSED_HANDLERS", "RolloutShape"]
 
@@ -84,3 +85,27 @@ class RolloutShape:
             return most
         left = self.max_weight_staleness - (consumer_version - engine_version)
         return max(0, min(most, (left // self.versions_per_rollout + 1) * batch))
+
+    def room(
+        self,
+        settings: RolloutSettings,
+        *,
+        consumer_version: int,
+        engine_version: int,
+        waiting_groups: int,
+        running_samples: int,
+    ) -> int:
+        """Groups that may be issued now: the least that each limit lets.
+
+        `waiting_groups` are finished or on their way; versions are local numbers.
+        """
+        ahead = self.groups_ahead(
+            settings.rollout_batch_size,
+            consumer_version=consumer_version,
+            engine_version=engine_version,
+        )
+        room = ahead - waiting_groups
+        if self.async_max_concurrent_samples is not None:
+            left = self.async_max_concurrent_samples - running_samples
+            room = min(room, -(-left // settings.n_samples_per_prompt))
+        return max(room, 0)
