@@ -21,6 +21,7 @@ from ledger.view_sql import (
     PIECES,
     RESPONSES,
     SAMPLES,
+    STALENESS,
     TOKEN_COLUMNS,
     TRAJECTORIES,
     VERSIONS,
@@ -346,6 +347,24 @@ _ALL = (
             mode="'full', or 'delta' where only tensors that differ from base_version were sent.",
             sent_share="Bytes that were sent, as a share of the version's.",
             time_s="Seconds from the pause to the end of the comparison.",
+        ),
+    ),
+    View(
+        "staleness",
+        "One row a rollout step that was trained on: how many weight versions lie between what "
+        "sampled its tokens and what trained on them first.",
+        STALENESS,
+        ("consumption", "segment_generated"),
+        _passed("step_committed", "run_id", "branch", "rollout_step")
+        + _made(
+            consumer_version="The version before the first step of the rollout step.",
+            samples="Samples that it trained on.",
+            mean="Mean over samples of the versions from the oldest that sampled a token to "
+            "consumer_version, by local numbers; of those whose versions are all known.",
+            largest="The largest of them.",
+            older="Samples with a token of an older version than consumer_version.",
+            mixed="Samples whose tokens are of several versions.",
+            unknown="Samples with a token whose version no engine said.",
         ),
     ),
     View(

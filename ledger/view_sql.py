@@ -6,6 +6,8 @@ written `lambda x: …`: what DuckDB 1.5 and 2.0 both take without a warning.
 
 from __future__ import annotations
 
+from ledger.numbering import VERSION_SPAN
+
 __all__ = [
     "CONSUMPTION",
     "EVENT_LOG_OF",
@@ -13,6 +15,7 @@ __all__ = [
     "PIECES",
     "RESPONSES",
     "SAMPLES",
+    "STALENESS",
     "TOKEN_COLUMNS",
     "TRAJECTORIES",
     "VERSIONS",
@@ -134,6 +137,27 @@ FROM (SELECT e.run_id, e.branch, e.step, e.rollout_step, e.weight_version_in,
              e.weight_version_out, e.micro_batch_offsets,
              unnest(range(len(e.indices))) AS position, unnest(e.indices) AS index
       FROM step_committed AS e) AS c
+"""
+
+STALENESS = f"""
+SELECT c.run_id, c.branch, c.rollout_step, c.consumer_version, count(*) AS samples,
+       avg(c.consumer_version % {VERSION_SPAN} - v.oldest) AS mean,
+       max(c.consumer_version % {VERSION_SPAN} - v.oldest) AS largest,
+       count(*) FILTER (v.oldest < c.consumer_version % {VERSION_SPAN}) AS older,
+       count(*) FILTER (v.versions > 1) AS mixed,
+       count(*) FILTER (v.unknown) AS unknown
+FROM (SELECT run_id, branch, rollout_step, index,
+             first_value(weight_version_in) OVER (
+               PARTITION BY run_id, branch, rollout_step ORDER BY step) AS consumer_version
+      FROM consumption) AS c
+LEFT JOIN (SELECT s.index, bool_or(s.version = -1) AS unknown,
+                  count(DISTINCT s.version) AS versions,
+                  CASE WHEN bool_or(s.version = -1) THEN NULL
+                       ELSE min(s.version % {VERSION_SPAN}) END AS oldest
+           FROM (SELECT g.index, unnest(g.span_versions) AS version
+                 FROM segment_generated AS g WHERE len(g.tokens) > 0) AS s
+           GROUP BY s.index) AS v ON c.index = v.index
+GROUP BY c.run_id, c.branch, c.rollout_step, c.consumer_version
 """
 
 SAMPLES = """

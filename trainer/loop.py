@@ -33,6 +33,7 @@ from trainer.progress import StepProgress
 from trainer.saving import Saver
 from trainer.selection import select_kept
 from trainer.settings import AlgorithmSettings, BatchSettings
+from trainer.staleness import require_fresh
 from trainer.state import TrainState
 from trainer.step import StepResult
 from trainer.stepping import PlannedStep, take_rollout
@@ -161,6 +162,8 @@ class TrainingLoop:
     eval_interval: int | None
     saver: Saver
     progress: StepProgress
+    max_weight_staleness: int | None = None
+    """Of the tokens of fresh rollouts; see `trainer.staleness`."""
     tracker: Tracker | None = None
     """Where the metrics of committed events go besides the ledger."""
     summary: LoopSummary = field(default_factory=LoopSummary)
@@ -228,6 +231,13 @@ class TrainingLoop:
             n_rollouts=self.sizes.rollout_batch_size * self.sizes.n_samples_per_prompt,
             n_steps=self.sizes.num_steps_per_rollout,
         )
+        if self.max_weight_staleness is not None:
+            require_fresh(
+                self.ledger.reader(self.run_id, self.branch),
+                np.concatenate(kept),
+                consumer_version=self.place.weight_version,
+                bound=self.max_weight_staleness,
+            )
         self.summary.spent("select", began)
         return kept
 

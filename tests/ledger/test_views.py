@@ -247,6 +247,19 @@ def test_consumption_keeps_the_order_of_training() -> None:
     assert [row["micro_batch"] for row in found] == [0, 0, 1, 1]
 
 
+def test_staleness_is_counted_from_the_oldest_token_to_the_first_step(
+    everything: MemoryReader,
+) -> None:
+    # Rollout step 1 trains on 12 to 15, on both branches, from version 1. Version 0 began 12.
+    found = rows(everything, "SELECT * FROM staleness ORDER BY rollout_step, branch")
+    counted = [tuple(row.values())[1:] for row in found]
+    assert counted == [
+        ("main", 0, 0, 8, 0.0, 0, 0, 0, 0),
+        ("main", 1, 1, 4, 0.25, 1, 1, 1, 0),
+        ("rloo", 1, 1, 4, 0.25, 1, 1, 1, 0),
+    ]
+
+
 def test_metrics_are_a_map_unless_a_name_occurs_twice() -> None:
     import dataclasses
 
