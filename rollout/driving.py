@@ -23,6 +23,7 @@ _DRIVERS = (
     "custom_generate_function_path",
     "agent_command",
     "agent_function_path",
+    "agent_from_outside",
 )
 
 
@@ -54,7 +55,8 @@ class ServedEpisodes:
 
 def drives_episodes(values: Mapping[str, Any]) -> bool:
     """Whether the options ask for more than one answer to a prompt, or for hooks behind it."""
-    return any(values[name] is not None for name in (*_DRIVERS, "rollout_sample_hook_path"))
+    names = (*_DRIVERS, "rollout_sample_hook_path")
+    return any(values[name] not in (None, False) for name in names)
 
 
 def episode_function(
@@ -71,7 +73,7 @@ def episode_function(
         InvalidArgument: several of them are named, or one of them cannot work.
         MissingDependency: a library behind it is not installed.
     """
-    named = [name for name in _DRIVERS if values[name] is not None]
+    named = [name for name in _DRIVERS if values[name] not in (None, False)]
     if len(named) > 1:
         raise InvalidArgument(
             explain(
@@ -97,7 +99,7 @@ def episode_function(
             ),
         )
     drive: EpisodeFunction
-    if values["agent_command"] is not None or values["agent_function_path"] is not None:
+    if named and named[0].startswith("agent_"):
         endpoint = _endpoint(values, tokenizer)
         drive = ServedEpisodes(
             endpoint,
@@ -106,6 +108,8 @@ def episode_function(
                 command=values["agent_command"],
                 function_path=values["agent_function_path"],
                 timeout_s=values["agent_timeout_s"],
+                # Elsewhere what is aborted is dropped.
+                keep_when_aborted=values["partial_rollout"] or values["fully_async"],
             ),
         )
     else:

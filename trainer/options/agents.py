@@ -106,6 +106,14 @@ OPTIONS: tuple[Option, ...] = (
         "the same as a function 'package.module:function' of a rollout.openai.agent.AgentTask",
     ),
     Option(
+        "agent_from_outside",
+        "agents",
+        bool,
+        False,
+        "each sample waits for an agent that is started elsewhere: it claims the sample at the "
+        "endpoint and posts its reward there",
+    ),
+    Option(
         "tool_call_parser",
         "agents",
         str,
