@@ -9,6 +9,7 @@ import numpy as np
 from blake3 import blake3
 
 from ledger.canonical import canonical_json, json_digest
+from ledger.chat_template import chat_template_digest
 from ledger.environment import describe_environment
 from ledger.errors import NotFound, explain
 from ledger.events import RunStarted, WeightsPublished
@@ -48,7 +49,7 @@ def first_events(
         num_threads=num_threads,
         model_digest=json_digest(config),
         tokenizer_digest=tokenizer_digest(model_dir),
-        chat_template_digest=None,
+        chat_template_digest=chat_template_digest(model_dir),
     )
     published = WeightsPublished(
         weight_version=0,

@@ -12,6 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from ledger.canonical import canonical_json, json_digest
+from ledger.chat_template import chat_template_digest
 from ledger.environment import describe_environment
 from ledger.errors import AlreadyExists, Diverged, InvalidArgument, NotFound, explain
 from ledger.events import BranchForked, RunResumed, RunStarted, StepCommitted, TrainingStarted
@@ -20,7 +21,6 @@ from ledger.weights import first_difference
 from ledger.writer import Writer
 from trainer.algorithms.needs import needs_values
 from trainer.begin import Standing, checkpoint_root, find_standing, new_model_folder
-from trainer.chat_template import chat_template_digest
 from trainer.checkpoint_formats import FORMAT, format_of
 from trainer.compare import records_of_event
 from trainer.critic import create_critic, critic_settings

@@ -78,8 +78,17 @@ class FileState:
 
     def check(self) -> None:
         """Raises Conflict where the file has changed."""
-        now = FileState.of(self.path)
-        if now != self:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            found = None
+        same = found is not None and (found.st_size, found.st_mtime_ns, found.st_ino) == (
+            self.size_bytes,
+            self.modified_ns,
+            self.inode,
+        )
+        if not same:
+            now = FileState.of(self.path)
             raise Conflict(
                 explain(
                     "reading prompt data",

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from blake3 import blake3
 
+from ledger.chat_template import chat_template_digest
 from ledger.errors import Conflict, InvalidArgument, NotFound
 from rollout.tasks import columns, tables
 from rollout.tasks.files import FileSource
@@ -363,3 +364,17 @@ def test_long_prompts_are_left_out_and_named(tokenizer: Any, tmp_path: Path) -> 
     assert '"max_prompt_len":5,"too_long":2}' in made.name
     with pytest.raises(InvalidArgument, match="5 rows, the shortest of 3 tokens"):
         source(path, tokenizer, max_prompt_len=2)
+
+
+def test_the_digest_of_a_chat_template_wherever_it_is_kept(chat: Any, tmp_path: Path) -> None:
+    expected = blake3(CHAT.encode()).digest()
+    chat.save_pretrained(tmp_path)
+    assert chat_template_digest(tmp_path) == expected
+    config = tmp_path / "tokenizer_config.json"
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHAT}]
+    for kept in (CHAT, named):
+        config.write_text(json.dumps({"chat_template": kept}))
+        assert chat_template_digest(tmp_path) == expected
+    config.write_text("{}")
+    assert chat_template_digest(tmp_path) is None
