@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from ledger import open_ledger
 from ledger.check import check_ledger
@@ -27,11 +26,11 @@ AGENT = {
 }
 
 
-@pytest.mark.parametrize("model", ["tiny_dense", "tiny_moe"])
 def test_siblings_and_turns_are_trained_counted_once_and_replayed(
-    model: str, request: pytest.FixtureRequest, tmp_path: Path
+    tiny_moe: Path, tmp_path: Path
 ) -> None:
-    train(tmp_path / "l", request.getfixturevalue(model), **AGENT)
+    """With experts: the routing of every engine call, and of what stands between, is replayed."""
+    train(tmp_path / "l", tiny_moe, **AGENT)
     with open_ledger(tmp_path / "l") as ledger:
         (run,) = ledger.runs()
         reader = ledger.reader(run.run_id)

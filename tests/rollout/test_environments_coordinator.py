@@ -131,14 +131,17 @@ def rewarded(function):
 
 def test_killed_anywhere_a_group_with_siblings_comes_to_the_same_end(run, tokenizer):
     drive = rewarded(compacting(tokenizer))
-    engine_of = lambda: answering(tokenizer, say, weight_version=0)  # noqa: E731
+
+    def engine_of():
+        return answering(
+            tokenizer, lambda c: "end" if "so far3>" in c else say(c), weight_version=0
+        )
+
     whole = run()
     whole.rollout(engine_of(), drive)
     wanted = whole.episodes()
-    assert [len(samples) for samples in wanted.values()] == [3, 3]
-    appends = 4 * len(whole.rows("segment_generated"))
-    for kept in (1, 2, 5, 9, 14, 20):
-        assert kept < appends
+    assert [len(samples) for samples in wanted.values()] == [2, 2]
+    for kept in (3, 11):
         cut = run()
         with pytest.raises(StorageFailed):
             cut.rollout(engine_of(), drive, appends=kept)
@@ -147,8 +150,8 @@ def test_killed_anywhere_a_group_with_siblings_comes_to_the_same_end(run, tokeni
         cut.rollout(engine, drive)
         assert cut.episodes() == wanted, f"killed after {kept} appends"
         assert len(engine.requests) == len(whole.rows("segment_generated")) - stored
-        assert len(cut.rows("sample_scored")) == 6
-        assert [row["decision"] for row in cut.rows("sample_decided")] == ["kept"] * 6
+        assert len(cut.rows("sample_scored")) == 4
+        assert [row["decision"] for row in cut.rows("sample_decided")] == ["kept"] * 4
 
 
 def test_one_rollout_counts_once_in_the_batch_and_in_its_baseline(run, tokenizer):

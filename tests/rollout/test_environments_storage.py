@@ -17,6 +17,8 @@ from tests.rollout.test_environments import Counting
 from tests.rollout.test_worker import published
 
 TURNS, FIRST = 50, 5
+BEGIN, END = 15, 45
+"""Turns between which memory is compared: by 15, caches are full."""
 
 
 class Talks(Counting):
@@ -37,7 +39,9 @@ def test_fifty_turns_grow_linearly_and_memory_stays_flat(tokenizer, tmp_path, ca
     def look():
         stored = [path.stat().st_size for path in (tmp_path / "l").rglob("*.arrow")]
         sizes.append(sum(stored))
-        if len(sizes) % 10 == FIRST:
+        if len(sizes) == BEGIN:
+            tracemalloc.start()
+        if len(sizes) in (BEGIN, END):
             gc.collect()
             held.append(tracemalloc.get_traced_memory()[0])
 
@@ -56,7 +60,6 @@ def test_fifty_turns_grow_linearly_and_memory_stays_flat(tokenizer, tmp_path, ca
                     EpisodeLimits(max_turns=TURNS),
                 )
                 episode = begun(tokenizer, engine, sink, max_new_tokens=100)
-                tracemalloc.start()
                 try:
                     await function(episode)
                 finally:
@@ -67,7 +70,7 @@ def test_fifty_turns_grow_linearly_and_memory_stays_flat(tokenizer, tmp_path, ca
     trajectory = asyncio.run(main())
     assert len(trajectory.segments) == TURNS
     grown = np.diff(sizes)[FIRST:]
-    kept = (held[-1] - held[1]) / (TURNS - 20)  # turns 15 to 45: by 5, caches are not full
+    kept = (held[1] - held[0]) / (END - BEGIN)
     # Ids and log-probs of the trajectory itself, which its driver holds.
     own = sum(len(piece.tokens) for piece in trajectory.pieces) * 8 / TURNS
     with capsys.disabled():
