@@ -76,6 +76,12 @@ class AsyncRollouts:
         """As `Engine.update_weights`; samples on their way wait, or are cut, until `release`."""
         return self._loop.call(self._engine.update_weights(version, named))
 
+    def sleep(self) -> None:
+        """Give the engine's GPU memory back until the next update. Raises what it raises."""
+        if self._coordinator is None:
+            raise RuntimeError("sleep() before attach(): there is no rollout to rest from")
+        self._loop.call(self._coordinator.engine.sleep())
+
     def release(self, version: int) -> None:
         """As `Engine.release`; samples on their way go on."""
         if self._coordinator is None:

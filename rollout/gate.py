@@ -21,7 +21,7 @@ from rollout.sink import Appender
 if TYPE_CHECKING:
     from ledger.weights import TensorRecord
 
-__all__ = ["BufferedSink", "GatedEngine", "ReportsLoads"]
+__all__ = ["BufferedSink", "GatedEngine", "ReportsLoads", "Sleeps"]
 
 
 @runtime_checkable
@@ -33,6 +33,14 @@ class ReportsLoads(Protocol):
 
     def loaded(self) -> list[WeightsLoaded]:
         """The events of the update that waits for its release: to be stored before it."""
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An engine that can give its GPU memory back."""
+
+    async def sleep(self) -> None:
+        """Do so until the next update of the weights."""
 
 
 class GatedEngine:
@@ -97,6 +105,12 @@ class GatedEngine:
         except BaseException:
             self._open.set()
             raise
+
+    async def sleep(self) -> None:
+        """As `Sleeps.sleep`; requests wait until `release`. Nothing where the engine does not."""
+        if isinstance(self._engine, Sleeps):
+            self._open.clear()
+            await self._engine.sleep()
 
     async def release(self, version: int) -> None:
         """As `AsyncEngine.release`."""

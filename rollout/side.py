@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ledger.errors import NotFound, explain
+from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.evaluations import Evaluation
 from ledger.events import EvalScored
 from rollout.async_side import AsyncRollouts
@@ -174,6 +174,16 @@ class LocalRolloutSide:
             tools=tools,
         )
         self._shape = rollout_shape(values)
+        self._offload = bool(values.get("offload_rollout"))
+        if self._offload and values["engine"] != "sglang":
+            raise InvalidArgument(
+                explain(
+                    "setting up the rollouts",
+                    on="--offload-rollout",
+                    expected="--engine sglang: an engine in processes of its own",
+                    found=f"--engine {values['engine']}",
+                )
+            )
         self._drive: EpisodeFunction = episode_function(
             values,
             self._tokenizer,
@@ -269,7 +279,10 @@ class LocalRolloutSide:
             raise RuntimeError("rollout() before attach(): there is no branch to write to")
         if isinstance(self._worker, RolloutWorker):
             return self._worker.rollout(rollout_step)
-        return self._worker.rollout(rollout_step, consumer_version)
+        summary = self._worker.rollout(rollout_step, consumer_version)
+        if self._offload:
+            self._worker.sleep()
+        return summary
 
     @property
     def evaluations(self) -> Sequence[Evaluation]:

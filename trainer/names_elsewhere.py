@@ -47,7 +47,7 @@ ELSEWHERE: Mapping[str, str] = {
     "custom_eval_rollout_log_function_path": _KEPT,
     "disable_rollout_global_dataset": "leave --prompt-data out",
     "multimodal_keys": "nothing: prompts are texts",
-    "colocate": _EMBEDDED,
+    "colocate": "--offload-rollout, with --engine sglang on the trainer's GPUs",
     "prefill_num_servers": "leave it out: start prefill and decode servers with their front, and "
     "name it in --rollout-engine-urls",
     "use_slime_router": _ROUTER,

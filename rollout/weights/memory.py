@@ -1,53 +1,50 @@
-"""The GPU memory of engines that share their GPUs with the trainer: given back, and taken again.
+"""The GPU memory of an engine that shares its GPUs with the trainer: given back, and taken again.
 
-An engine needs `--enable-memory-saver`. Its weights are lost while it sleeps: an update follows.
-All of it is for GPUs, and has not been run.
+An engine needs `enable_memory_saver`. Its weights are lost meanwhile. It is for GPUs, and has not
+been run on one.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-
-from ledger.errors import EngineFailed, explain
+from ledger.errors import EngineFailed, InvalidArgument, explain
 from rollout.weights.control import EngineControl
-from rollout.weights.updater import WeightUpdater
 
-__all__ = ["sleep", "wake_cache", "wake_weights"]
+__all__ = ["give_memory_back", "take_memory"]
+
+_TAGS = ["kv_cache", "weights", "cuda_graph"]
 
 
-async def sleep(
-    updater: WeightUpdater, engines: Sequence[EngineControl], mode: str = "retract"
-) -> None:
-    """Pause engines and give back everything: weights, KV cache, CUDA graphs.
+async def give_memory_back(engine: EngineControl, pause_mode: str) -> None:
+    """Pause an engine, and let it give back weights, KV cache and CUDA graphs.
 
-    Raises EngineFailed where one does not; others may sleep.
+    Raises:
+        InvalidArgument: it was started without what it needs for that; nothing was done.
+        EngineFailed: it did not.
     """
-    updater.lost(engines)
-    for engine in engines:
-        answer = await engine.pause(mode)
-        if not answer.ok:
-            raise _refused(engine, "/pause_generation", answer.message)
-    await _all(engines, "/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"])
+    info = await engine.info()
+    if not info.arguments.get("enable_memory_saver"):
+        raise InvalidArgument(
+            explain(
+                "sharing GPUs with an engine",
+                on=engine.address,
+                expected="one that was started with enable_memory_saver",
+                found="one that keeps its memory, whatever it is asked",
+                do="leave --offload-rollout out",
+            )
+        )
+    answer = await engine.pause(pause_mode)
+    if not answer.ok:
+        raise _refused(engine, "/pause_generation", answer.message)
+    answer = await engine.post("/release_memory_occupation", {"tags": _TAGS})
+    if not answer.ok:
+        raise _refused(engine, "/release_memory_occupation", answer.message)
 
 
-async def wake_weights(engines: Sequence[EngineControl]) -> None:
-    """Take the memory of the weights again: what is in it has no version until an update."""
-    await _all(engines, "/resume_memory_occupation", ["weights"])
-
-
-async def wake_cache(engines: Sequence[EngineControl]) -> None:
-    """Take the rest again, after the update and before the release."""
-    await _all(engines, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
-
-
-async def _all(engines: Sequence[EngineControl], path: str, tags: list[str]) -> None:
-    async def one(engine: EngineControl) -> None:
-        answer = await engine.post(path, {"tags": tags})
-        if not answer.ok:
-            raise _refused(engine, path, answer.message)
-
-    await asyncio.gather(*(one(engine) for engine in engines))
+async def take_memory(engine: EngineControl) -> None:
+    """The other way round: its weights have no version then. Raises EngineFailed."""
+    answer = await engine.post("/resume_memory_occupation", {"tags": _TAGS})
+    if not answer.ok:
+        raise _refused(engine, "/resume_memory_occupation", answer.message)
 
 
 def _refused(engine: EngineControl, path: str, found: str) -> EngineFailed:
@@ -57,6 +54,6 @@ def _refused(engine: EngineControl, path: str, found: str) -> EngineFailed:
             on=engine.address + path,
             expected="that it gives its memory back and takes it again",
             found=found,
-            do="start it with --sglang-enable-memory-saver",
+            do="look into the engine's log",
         )
     )

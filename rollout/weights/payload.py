@@ -49,7 +49,7 @@ class SharedChunk:
                     on="/dev/shm",
                     expected=f"{size} bytes",
                     found=str(error).splitlines()[0],
-                    do="give the container more (docker run --shm-size), lower "
+                    do="give the container more (Docker's shm-size), lower "
                     "--update-weight-buffer-size, or use --update-weight-transport disk",
                 )
             ) from error

@@ -21,6 +21,7 @@ from rollout.weights.choice import TransportChoice
 from rollout.weights.comparison import Comparison
 from rollout.weights.contacts import Contacts
 from rollout.weights.control import EngineControl
+from rollout.weights.memory import give_memory_back, take_memory
 from rollout.weights.settings import WeightUpdateSettings
 from rollout.weights.staged import StagedVersion, stage
 from rollout.weights.transports import Delivery, Transport
@@ -45,6 +46,7 @@ class WeightUpdater:
         self._turns: list[Turn] = []
         self._choice = TransportChoice(settings)
         self._contacts = Contacts(settings, self._choice, self._comparison)
+        self._asleep: set[str] = set()
         self.record: Callable[[Sequence[Event]], Awaitable[Any]] | None = None
         """Stores `weights_loaded` events durably, such as `EventSink.append`: awaited before an
         engine gets traffic under a version. None: nobody keeps them."""
@@ -94,6 +96,7 @@ class WeightUpdater:
         for turn in self._turns:  # of an update that nobody released
             self._contacts.forget(turn.engine)
         self._pending, self._turns = None, []
+        await self._wake(engines)
         turns = await self._prepare(engines, staged)
         try:
             await self._bring(turns, staged)
@@ -176,6 +179,7 @@ class WeightUpdater:
                 )
             )
         self._contacts.forget(engine)
+        self._asleep.discard(engine.address)
         self.unusable[engine.address] = "it is being given its weights again"
         [turn] = await self._prepare([engine], staged)
         await self._bring([turn], staged)
@@ -201,10 +205,34 @@ class WeightUpdater:
         await self._continue([engine])
         return event
 
-    def lost(self, engines: Iterable[EngineControl]) -> None:
-        """Their weights are gone: the next update, or `restore`, brings them everything."""
+    async def sleep(self, engines: Sequence[EngineControl]) -> None:
+        """Let engines give their GPU memory back until the next `update`, which brings everything.
+
+        Raises InvalidArgument and EngineFailed as `give_memory_back`; engines that did not are in
+        `unusable` where they were touched.
+        """
         for engine in engines:
             self._contacts.forget(engine)
+            self._asleep.add(engine.address)
+            try:
+                await give_memory_back(engine, self._settings.pause_mode)
+            except InvalidArgument:
+                self._asleep.discard(engine.address)
+                raise
+            except EngineFailed as error:
+                self.unusable[engine.address] = str(error)
+                raise
+
+    async def _wake(self, engines: Sequence[EngineControl]) -> None:
+        for engine in engines:
+            if engine.address not in self._asleep:
+                continue
+            self._asleep.discard(engine.address)
+            try:
+                await take_memory(engine)
+            except EngineFailed as error:
+                self.unusable[engine.address] = str(error)
+                raise
 
     async def close(self) -> None:
         """Forget the versions, remove the temporary folder, and leave the group of a broadcast.

@@ -20,7 +20,6 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from safetensors.torch import safe_open  # noqa: E402
 
 from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings  # noqa: E402
-from rollout.weights.memory import sleep, wake_cache, wake_weights  # noqa: E402
 from tests.sglang.servers import Server  # noqa: E402
 
 pytestmark = [
@@ -75,11 +74,8 @@ def test_an_engine_holds_what_was_published(
             changed = {**second, "model.norm.weight": first["model.norm.weight"]}
             for version, weights in ((1, first), (2, second), (3, changed)):
                 if colocated and version == 2:
-                    await sleep(updater, [control])
-                    await wake_weights([control])
+                    await updater.sleep([control])
                 await updater.update([control], version, weights.items())
-                if colocated and version == 2:
-                    await wake_cache([control])
                 [event] = updater.loaded()
                 assert "mixed words" in event.compared
                 await updater.release(version)

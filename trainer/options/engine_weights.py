@@ -63,6 +63,14 @@ OPTIONS: tuple[Option, ...] = (
         content=False,
         choices=("parameters", "files"),
     ),
+    place(
+        "offload_rollout",
+        "engine weights",
+        bool,
+        False,
+        "SGLang engines on the trainer's GPUs give their memory back while it computes, until they "
+        "get the weights that it made (not run: needs GPUs)",
+    ),
     Option(
         "pause_generation_mode",
         "engine weights",

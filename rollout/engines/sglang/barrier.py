@@ -39,6 +39,8 @@ class WeightUpdates(Protocol):
 
     async def restore(self, engine: Any) -> WeightsLoaded | None: ...
 
+    async def sleep(self, engines: Sequence[Any]) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -90,6 +92,16 @@ class Barrier:
             self.is_open = True
             await asyncio.shield(self._changed())
             raise
+
+    async def sleep(self) -> None:
+        """As `SGLangPool.sleep`."""
+        updates = self._weight_updates()
+        self.is_open = False
+        async with self._lock:
+            try:
+                await updates.sleep([self._controlled(m) for m in self._members if m.serves])
+            finally:
+                self._condemn_unusable()
 
     @contextlib.asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
@@ -146,10 +158,10 @@ class Barrier:
     async def close(self) -> None:
         """Give up what updates keep. Engines go on with what they have."""
         self._closed = True
-        for control in self._controls.values():
-            await control.close()
         if self._updates is not None:
             await self._updates.close()
+        for control in self._controls.values():
+            await control.close()
 
     def _weight_updates(self) -> WeightUpdates:
         if self._updates is None or self._control is None:

@@ -337,6 +337,13 @@ class SGLangPool:
         """
         return await self._barrier.update(version, named)
 
+    async def sleep(self) -> None:
+        """Give the engines' GPU memory back until the next update; requests wait.
+
+        Raises what `updates` raises.
+        """
+        await self._barrier.sleep()
+
     def loaded(self) -> list[WeightsLoaded]:
         """The events of the update that waits for `release`: to be stored before it."""
         return self._barrier.loaded()

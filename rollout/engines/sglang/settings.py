@@ -161,6 +161,9 @@ def sglang_settings(values: Mapping[str, Any]) -> SGLangSettings:
     if values.get("pause_generation_mode") == "in_place" and not values["rollout_engine_urls"]:
         # Else the engine labels a token of the old weights with the new version.
         arguments.setdefault("disable-overlap-schedule", True)
+    if values.get("offload_rollout"):
+        _check_offload(values)
+        arguments.setdefault("enable-memory-saver", True)
     replay = values.get("use_rollout_routing_replay")
     logs = values["rollout_engine_log_dir"]
     return SGLangSettings(
@@ -184,6 +187,19 @@ def sglang_settings(values: Mapping[str, Any]) -> SGLangSettings:
             restarts=values["rollout_engine_restarts"],
         ),
     )
+
+
+def _check_offload(values: Mapping[str, Any]) -> None:
+    """An engine that sleeps is woken by the next update of its weights, and by nothing else."""
+    for name, right, expected in (
+        ("rollout_engine_urls", not values["rollout_engine_urls"], "engines of this process"),
+        ("fully_async", not values["fully_async"], "rollouts and steps that take turns"),
+        ("update_weights_interval", values["update_weights_interval"] == 1, "1"),
+        ("rollout_by", values["rollout_by"] == "trainer", "rollouts by the trainer's process"),
+    ):
+        if not right:
+            flag = "--" + name.replace("_", "-")
+            raise _cannot(f"--offload-rollout, {flag}", expected, values[name])
 
 
 def api_key() -> str | None:

@@ -134,6 +134,14 @@ class WeightEngine:
         self.paused = False
         return web.json_response({"status": "ok"})
 
+    def release_memory_occupation(self, body: Mapping[str, Any]) -> web.Response:
+        assert self.paused
+        self.weights = {name: torch.zeros_like(one) for name, one in self.weights.items()}
+        return web.Response()
+
+    def resume_memory_occupation(self, body: Mapping[str, Any]) -> web.Response:
+        return web.Response()
+
     def flush_cache(self, body: Mapping[str, Any]) -> web.Response:
         return web.Response(status=400 if self.running else 200)
 

@@ -476,3 +476,37 @@ def test_the_check_of_files_is_only_for_engines_that_read_files() -> None:
             await pool.updater.update(pool.controls, 1, OLD.items())
 
     run(test, check="files", transport="tensor")
+
+
+def test_an_engine_that_gave_its_memory_back_is_brought_everything() -> None:
+    async def test(pool: Pool) -> None:
+        engine = pool.engines[0]
+        await pool.have(1, OLD)
+        with pytest.raises(InvalidArgument, match="keeps its memory"):
+            await pool.updater.sleep(pool.controls)
+        assert not engine.paused
+        engine.arguments["enable_memory_saver"] = True
+        await pool.updater.sleep(pool.controls)
+        assert engine.paused
+        calls = len(engine.calls)
+        await pool.updater.update(pool.controls, 2, {**OLD, NORM: NEW[NORM]}.items())
+        assert engine.called()[calls] == "/resume_memory_occupation"
+        [event] = pool.updater.loaded()
+        assert (event.base_version, event.sent_tensors) == (None, len(OLD))
+        await pool.updater.release(2)
+        assert pool.serve({**OLD, NORM: NEW[NORM]}, "2") == [True]
+        # An update that fails after a sleep is taken back, too.
+        await pool.updater.sleep(pool.controls)
+        engine.spoils = flipped
+
+        async def heals(path: str) -> None:
+            if path == "/weights_checker" and engine.label == "3":
+                engine.spoils = lambda name, tensor: tensor
+
+        engine.before = heals
+        with pytest.raises(Diverged, match="1 engines serve what they had"):
+            await pool.updater.update(pool.controls, 3, NEW.items())
+        assert pool.serve({**OLD, NORM: NEW[NORM]}, "2") == [True]
+        assert engine.called().count("/resume_memory_occupation") == 2
+
+    run(test, transport="tensor", mode="delta")
