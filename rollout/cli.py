@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from trainer.options import OPTIONS, add_options
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
+    from rollout.side import RemoteRollouts
     from trainer.begin import Standing
 
 __all__ = ["main"]
@@ -116,11 +118,56 @@ def run(
     ):
         began_here = _begin(ledger, explicit) if alone else False
         standing = _join(ledger, explicit, progress, alone=alone)
+        with _placed(standing, explicit, ledger, catalog) as place:
+            made = _sample(ledger, standing, progress, alone=alone, place=place)
         return {
-            **_sample(ledger, standing, progress, alone=alone),
+            **made,
             "kind": "new run" if began_here else "resume",
             "seconds_total": round(time.monotonic() - began, 4),
         }
+
+
+@contextmanager
+def _placed(
+    standing: Standing, explicit: Mapping[str, Any], ledger: Ledger, catalog: str | None
+) -> Iterator[Callable[[Path], RemoteRollouts] | None]:
+    """With --layout: Ray, and what places engines and workers there; else None."""
+    path = explicit.get("layout")
+    if path is None:
+        if explicit.get("launcher") == "ray":
+            raise InvalidArgument(
+                explain(
+                    "sampling on Ray",
+                    on="--launcher ray",
+                    expected="--layout FILE, which says how many engines and workers",
+                    found="none",
+                )
+            )
+        yield None
+        return
+    from rollout.ray.cluster import cluster, reserved
+    from rollout.ray.layout import needed_by, read_layout
+    from rollout.ray.remote import RayRollouts, RolloutPlace
+
+    layout = read_layout(path)
+    with cluster(needed_by(layout.rollout_bundles())) as ray:
+        group = reserved() if layout.colocate else None
+        if layout.colocate and group is None:
+            raise InvalidArgument(
+                explain(
+                    "placing the engines",
+                    on=f"--layout {path}",
+                    expected="ledger-run, which places trainer and engines on the same devices",
+                    found="colocate = true, and the rollouts alone",
+                    do="start both with ledger-run, or say colocate = false",
+                )
+            )
+        where = RolloutPlace(
+            ledger=ledger, catalog=catalog, run_id=standing.run_id, branch=standing.branch
+        )
+        yield lambda model_dir: RayRollouts(
+            ray, layout, where, model_dir, standing.values, group=group
+        )
 
 
 def _begin(ledger: Ledger, explicit: Mapping[str, Any]) -> bool:
@@ -235,8 +282,10 @@ def _timeout_s(values: Mapping[str, Any]) -> float | None:
 def _check(values: Mapping[str, Any]) -> None:
     """Refuse what cannot work before anything is written."""
     from rollout.side import rollout_settings
+    from trainer.rollout_shape import check_rollout_shape
 
     rollout_settings(values)
+    check_rollout_shape(values)
 
 
 def _model_folder(standing: Standing, versions: Any, tokenizer_digest: bytes) -> Path:
@@ -278,7 +327,14 @@ def _model_folder(standing: Standing, versions: Any, tokenizer_digest: bytes) ->
     )
 
 
-def _sample(ledger: Ledger, standing: Standing, progress: Any, *, alone: bool) -> dict[str, Any]:
+def _sample(
+    ledger: Ledger,
+    standing: Standing,
+    progress: Any,
+    *,
+    alone: bool,
+    place: Callable[[Path], RemoteRollouts] | None,
+) -> dict[str, Any]:
     from ledger.encode import events_of
     from ledger.events import RunResumed, RunStarted
     from rollout.published import PublishedVersions
@@ -294,8 +350,10 @@ def _sample(ledger: Ledger, standing: Standing, progress: Any, *, alone: bool) -
         update_weights_interval=values["update_weights_interval"],
     )
     (started,) = events_of(ledger.reader(run_id, branch).table("run_started"), RunStarted)
-    _pin(values["num_threads"], values["deterministic_mode"])
-    side = LocalRolloutSide(_model_folder(standing, versions, started.tokenizer_digest), values)
+    if place is None and values["engine"] == "transformers":
+        _pin(values["num_threads"], values["deterministic_mode"])
+    model_dir = _model_folder(standing, versions, started.tokenizer_digest)
+    side = LocalRolloutSide(model_dir, values, None if place is None else place(model_dir))
     with ledger.writer(run_id, branch, producer=_producer(branch)) as writer:
         side.attach(
             ledger,

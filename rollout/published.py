@@ -18,7 +18,7 @@ from ledger.weights import TensorRecord, first_difference
 if TYPE_CHECKING:
     from ledger.store import Ledger
 
-__all__ = ["Published", "PublishedVersions", "read_version"]
+__all__ = ["Published", "PublishedTensors", "PublishedVersions", "read_version"]
 
 _CANONICAL = "hf-safetensors-1"
 """Format of checkpoints whose folder a model is loaded from."""
@@ -137,6 +137,21 @@ def _records(event: WeightsPublished) -> tuple[TensorRecord, ...]:
             strict=True,
         )
     )
+
+
+class PublishedTensors:
+    """The tensors of a version, read where they are asked for: once, by one engine or by each."""
+
+    def __init__(self, published: Published) -> None:
+        """Nothing is read yet."""
+        self.published = published
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Name and tensor of each; all of them were compared before the first one is given.
+
+        Raises what `read_version` raises.
+        """
+        yield from read_version(self.published)[1].items()
 
 
 def read_version(published: Published) -> tuple[Path, dict[str, Any]]:

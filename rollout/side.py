@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ledger.errors import InvalidArgument, NotFound, explain
 from ledger.evaluations import Evaluation
 from ledger.events import EvalScored
 from rollout.async_side import AsyncRollouts
+from rollout.buffer import DataBuffer
 from rollout.coordinator import Coordinator
 from rollout.driving import drives_episodes, episode_function
 from rollout.engines import create_async_engine, create_engine, own_end_token_ids
 from rollout.environments.from_options import environment_tools
-from rollout.episode import EpisodeFunction, single_turn
+from rollout.episode import Episode, EpisodeFunction, single_turn
 from rollout.evaluation_episodes import evaluate_episodes, judged_in
 from rollout.evaluation_options import evaluation_runs
 from rollout.filters import create_filter
 from rollout.left_out import record_left_out
 from rollout.protocol import AsyncEngine, Engine
 from rollout.reward_options import reward_function
+from rollout.rewards import RewardFunction
 from rollout.settings import RolloutSettings
 from rollout.shapes import RolloutShape
 from rollout.slime.arguments import slime_arguments
-from rollout.tasks import stop_token_ids
+from rollout.tasks import PromptSource, stop_token_ids
 from rollout.tasks.from_options import training_source
 from rollout.worker import RolloutProgress, RolloutSummary, RolloutWorker
 
@@ -35,7 +37,17 @@ if TYPE_CHECKING:
     from ledger.weights import TensorRecord
     from ledger.writer import Writer
 
-__all__ = ["LocalRolloutSide", "is_asynchronous", "load_tokenizer", "rollout_settings"]
+__all__ = [
+    "LocalRolloutSide",
+    "RemoteRollouts",
+    "RemoteWorkers",
+    "driver",
+    "embedded_options",
+    "is_asynchronous",
+    "load_tokenizer",
+    "rollout_settings",
+    "stops_of",
+]
 
 GREEDY_PART = "greedy_reward"
 """Part of a reward that holds the reward of the prompt's greedy sample."""
@@ -97,6 +109,50 @@ def is_asynchronous(values: Mapping[str, Any]) -> bool:
     )
 
 
+def driver(
+    values: Mapping[str, Any], tokenizer: Any, stops: tuple[int, ...], model_dir: Path
+) -> EpisodeFunction:
+    """What drives an episode, from the options of the command line by name. Raises as
+    `episode_function`."""
+    return episode_function(
+        values,
+        tokenizer,
+        stops,
+        slime_arguments({**values, "hf_checkpoint": str(model_dir)}),
+        vocab_size=_vocab_size(model_dir),
+    )
+
+
+def stops_of(
+    values: Mapping[str, Any],
+    settings: RolloutSettings,
+    source: PromptSource,
+    tokenizer: Any,
+    model_dir: Path,
+) -> tuple[int, ...]:
+    """The ids that end an answer: as the settings say, or of the source; and those at which the
+    engine stops by itself."""
+    given = settings.rollout_stop_token_ids
+    stops = stop_token_ids(source, tokenizer) if given is None else given
+    more = set(own_end_token_ids(values["engine"], model_dir)).difference(stops)
+    return (*stops, *sorted(more))
+
+
+def embedded_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine in this process takes, from the options of the command line by name."""
+    return {
+        "device": _device(),
+        # The engine holds what was published, bit for bit.
+        "dtype": "bfloat16" if values.get("bf16") else "float32",
+        "recompute_logprobs_via_prefill": values["recompute_logprobs_via_prefill"],
+        "micro_batch_rows": values["micro_batch_size"],
+        "seq_length": values["seq_length"],
+        "record_expert_weights": bool(
+            values.get("record_routing_weights") or values.get("replay_routing_weights")
+        ),
+    }
+
+
 def _device() -> str:
     """Where the embedded engine computes: the GPU where there is one, as the trainer does."""
     import torch
@@ -128,6 +184,29 @@ def _vocab_size(model_dir: Path) -> int:
     return int(config.get("text_config", config)["vocab_size"])
 
 
+class RemoteWorkers(RewardFunction, Protocol):
+    """Processes that drive and judge the samples of a coordinator."""
+
+    buffer: DataBuffer | None
+    """The coordinator's; set before the first sample is driven."""
+
+    async def drive(self, episode: Episode) -> None:
+        """As `EpisodeFunction`."""
+
+
+class RemoteRollouts(Protocol):
+    """Engines, and maybe workers, in other processes: as `rollout.ray.remote.RayRollouts`."""
+
+    def judged_by(self, reward: RewardFunction) -> None:
+        """The reward function that the workers have, as this process has it."""
+
+    def engines(self) -> Coroutine[Any, Any, AsyncEngine]:
+        """All engines as one, of the event loop that runs this."""
+
+    def workers(self) -> RemoteWorkers | None:
+        """The workers, of the event loop that calls this; None: there are none."""
+
+
 class LocalRolloutSide:
     """An engine in reach of this process, its prompts and its verifier.
 
@@ -135,8 +214,12 @@ class LocalRolloutSide:
     the branch that it writes to.
     """
 
-    def __init__(self, model_dir: Path, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model_dir: Path, values: Mapping[str, Any], remote: RemoteRollouts | None = None
+    ) -> None:
         """Load tokenizer and engine from `model_dir`; `values` are options by name.
+
+        `remote` has engines, and maybe workers, in other processes in place of those of this one.
 
         Raises InvalidArgument, NotFound or MissingDependency where an option, the folder or a
         package does not fit.
@@ -147,23 +230,11 @@ class LocalRolloutSide:
         self._source = training_source(values, self._tokenizer, tools)
         self._reward = reward_function(values, self._source.reward, args=self._settings.arguments)
         create_filter(self._settings.dynamic_sampling_filter_path)
-        embedded = {
-            "device": _device(),
-            # The engine holds what was published, bit for bit.
-            "dtype": "bfloat16" if values.get("bf16") else "float32",
-            "recompute_logprobs_via_prefill": values["recompute_logprobs_via_prefill"],
-            "micro_batch_rows": values["micro_batch_size"],
-            "seq_length": values["seq_length"],
-            "record_expert_weights": bool(
-                values.get("record_routing_weights") or values.get("replay_routing_weights")
-            ),
-        }
-        stops = self._settings.rollout_stop_token_ids
-        if stops is None:
-            stops = stop_token_ids(self._source, self._tokenizer)
-        more = set(own_end_token_ids(values["engine"], model_dir)).difference(stops)
-        if more:
-            stops = (*stops, *sorted(more))
+        self._remote = remote
+        if remote is not None:
+            remote.judged_by(self._reward)
+        stops = stops_of(values, self._settings, self._source, self._tokenizer, model_dir)
+        if self._settings.rollout_stop_token_ids != stops:
             self._settings = replace(self._settings, rollout_stop_token_ids=stops)
         runs = evaluation_runs(
             values,
@@ -184,13 +255,7 @@ class LocalRolloutSide:
                     found=f"--engine {values['engine']}",
                 )
             )
-        self._drive: EpisodeFunction = episode_function(
-            values,
-            self._tokenizer,
-            stops,
-            slime_arguments({**values, "hf_checkpoint": str(model_dir)}),
-            vocab_size=_vocab_size(model_dir),
-        )
+        self._drive = driver(values, self._tokenizer, stops, model_dir)
         if self._drive is not single_turn:
             runs = [judged_in(run, self._drive) for run in runs]
         self._evaluations = {run.name: run for run in runs}
@@ -198,13 +263,14 @@ class LocalRolloutSide:
         self._asynchronous: AsyncRollouts | None = None
         self._engine: Engine
         name = values["engine"]
-        if is_asynchronous(values):
-            self._asynchronous = AsyncRollouts(
-                create_async_engine(name, model_dir, values, embedded)
+        if remote is not None:
+            self._engine = self._asynchronous = AsyncRollouts(remote.engines())
+        elif is_asynchronous(values):
+            self._engine = self._asynchronous = AsyncRollouts(
+                create_async_engine(name, model_dir, values, embedded_options(values))
             )
-            self._engine = self._asynchronous
         else:
-            self._engine = create_engine(name, model_dir, **embedded)
+            self._engine = create_engine(name, model_dir, **embedded_options(values))
 
     def attach(
         self,
@@ -231,26 +297,37 @@ class LocalRolloutSide:
             )
             return
 
+        remote = self._remote
+
         def coordinator(engine: AsyncEngine) -> Coordinator:
-            return Coordinator(
+            workers = None if remote is None else remote.workers()
+            made = Coordinator(
                 ledger,
                 run_id,
                 branch,
                 writer,
                 engine,
                 self._source,
-                self._reward,
+                self._reward if workers is None else workers,
                 self._tokenizer,
                 self._settings,
                 self._shape,
-                drive=self._drive,
+                drive=self._drive if workers is None else workers.drive,
                 progress=progress,
             )
+            if workers is not None:
+                workers.buffer = made.buffer
+            return made
 
         self._asynchronous.attach(coordinator)
         self._worker = self._asynchronous
 
     evaluates = True
+
+    @property
+    def records_weights(self) -> bool:
+        """Whether it records how engines took the version that waits for its release."""
+        return self._asynchronous is not None and bool(self._asynchronous.loaded())
 
     @property
     def transport(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ledger.decisions import Decisions
@@ -20,13 +20,15 @@ from ledger.evaluations import Evaluation
 from ledger.events import EvalScored, WeightsLoaded
 from ledger.waiting import wait_for
 from ledger.weights import TensorRecord, first_difference, weights_root
-from rollout.published import Published, PublishedVersions, read_version
+from rollout.published import Published, PublishedTensors, PublishedVersions
 
 if TYPE_CHECKING:
     from ledger.store import Ledger
     from ledger.writer import Writer
 
 __all__ = ["RolloutsInTurn", "Turns", "load_version"]
+
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class _Outcome(Protocol):
@@ -45,6 +47,10 @@ class Side(Protocol):
 
     @property
     def evaluations(self) -> Sequence[Evaluation]: ...
+
+    @property
+    def records_weights(self) -> bool:
+        """Whether it records itself what its engines took."""
 
     def rollout(self, rollout_step: int, consumer_version: int | None) -> _Outcome: ...
 
@@ -73,16 +79,15 @@ class Turns:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - since
 
 
-def load_version(side: Side, published: Published, writer: Writer, *, anew: bool) -> Path:
+def load_version(side: Side, published: Published, writer: Writer, *, anew: bool) -> None:
     """Give the engine a version, compare its own checksums, record that, and let it go on.
 
-    `anew`: the engine was just started. Returns the folder it was read from. Nothing reaches the
-    engine before every byte was compared with what was published. Raises what `read_version`
-    raises, and Diverged where the engine holds something else afterwards: then it serves nothing.
+    `anew`: the engine was just started. Nothing reaches the engine before every byte was compared
+    with what was published. Raises what `read_version` raises, and Diverged where the engine holds
+    something else afterwards: then it serves nothing.
     """
     began = time.perf_counter()
-    folder, named = read_version(published)
-    found = side.load_weights(published.version, named.items())
+    found = side.load_weights(published.version, PublishedTensors(published))
     difference = first_difference(published.records, found)
     if difference is not None:
         raise Diverged(
@@ -94,22 +99,22 @@ def load_version(side: Side, published: Published, writer: Writer, *, anew: bool
                 do="start the command again",
             )
         )
-    loaded = WeightsLoaded(
-        weight_version=published.version,
-        engine=side.name,
-        transport="disk",
-        pause_mode="idle",
-        sent_tensors=len(named),
-        sent_bytes=sum(int(tensor.nbytes) for tensor in named.values()),
-        root=weights_root(found),
-        compared="blake3 of every tensor as the engine holds it",
-        transfer_time_s=time.perf_counter() - began,
-        reason="restored" if anew else "published",
-        cache_flushed=True,
-    )
-    writer.append([loaded])
+    if not side.records_weights:
+        loaded = WeightsLoaded(
+            weight_version=published.version,
+            engine=side.name,
+            transport="disk",
+            pause_mode="idle",
+            sent_tensors=len(found),
+            sent_bytes=sum(prod(one.shape) * _SIZES[one.dtype] for one in found),
+            root=weights_root(found),
+            compared="blake3 of every tensor as the engine holds it",
+            transfer_time_s=time.perf_counter() - began,
+            reason="restored" if anew else "published",
+            cache_flushed=True,
+        )
+        writer.append([loaded])
     side.release(published.version)
-    return folder
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from ledger.commands.common import add_catalog
 from ledger.errors import InvalidArgument, LedgerError, explain
 from rollout.engines.sglang.arguments import sglang_options, with_sglang_options
 from trainer.launch import RankPlan, RanksNeeded, start_ranks
+from trainer.launch_ray import GROUP
 from trainer.names_elsewhere import unknown_options
 from trainer.option_values import defaults
 from trainer.options import add_options
@@ -36,6 +37,7 @@ from trainer.rank_count import ranks_of
 if TYPE_CHECKING:
     from ledger.store import Ledger
     from trainer.begin import Standing
+    from trainer.loop import RolloutSide
 
 __all__ = ["main"]
 
@@ -160,13 +162,14 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
 
     began = time.monotonic()
     uri = explicit.get("ledger", os.environ.get("LEDGER_URI", "ledger-data"))
+    device, explicit = _laid_out(explicit)
     explicit = as_launched({**explicit, "ledger": str(uri)})
     join_ranks(explicit.get("distributed_timeout_minutes", DEFAULT_TIMEOUT_MINUTES))
     if not is_writer():
         return _follow(uri, catalog)
     forking = "from_version" in explicit
     with open_ledger(uri, create=not forking, catalog=catalog) as ledger:
-        standing = _decide(ledger, with_digests(explicit))
+        standing = _decide(ledger, with_digests(explicit), device)
         # Heavy imports only once the options make sense.
         from trainer.opening import is_complete
 
@@ -180,7 +183,43 @@ def run(explicit: Mapping[str, Any], *, show: bool, catalog: str | None = None) 
     return result
 
 
-def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
+def _laid_out(explicit: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """The device of --layout, if there is one, and the options with what it says of the ranks."""
+    if explicit.get("layout") is None:
+        return None, explicit
+    from rollout.ray.layout import read_layout
+
+    layout = read_layout(explicit["layout"])
+    says = {
+        "launcher": "ray",
+        "actor_num_nodes": layout.trainer.nodes,
+        "actor_num_gpus_per_node": layout.trainer.gpus_per_node,
+    }
+    for name, value in says.items():
+        if explicit.get(name, value) != value:
+            raise InvalidArgument(
+                explain(
+                    "placing the ranks",
+                    on=f"--{name.replace('_', '-')} {explicit[name]}",
+                    expected=f"{value}, as --layout {explicit['layout']} says",
+                    found=explicit[name],
+                    do="leave it out",
+                )
+            )
+    if layout.colocate and not is_launched() and GROUP not in os.environ:
+        raise InvalidArgument(
+            explain(
+                "placing the ranks",
+                on=f"--layout {explicit['layout']}",
+                expected="ledger-run, which places trainer and engines on the same devices",
+                found="colocate = true, and the trainer alone",
+                do="start both with ledger-run, or say colocate = false",
+            )
+        )
+    return layout.device, {**explicit, **says}
+
+
+def _decide(ledger: Ledger, explicit: Mapping[str, Any], device: str | None) -> Standing:
     """Where the run stands; what can be checked before anything is written is checked."""
     from rollout.tasks.from_options import check_rows
     from trainer.begin import checkpoint_root, find_standing
@@ -198,7 +237,8 @@ def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
     checkpoint_root(ledger, standing)
     if values["rollout_by"] == "elsewhere" and values["data"] == "fresh":
         version_folder(ledger, standing)
-    if ranks_of(values) == 1:
+    # A layout places the only rank, too.
+    if ranks_of(values) == 1 and (device is None or is_launched()):
         return standing
     if ledger.uri.startswith("memory:"):
         raise InvalidArgument(
@@ -214,7 +254,7 @@ def _decide(ledger: Ledger, explicit: Mapping[str, Any]) -> Standing:
 
         check_before_ranks(standing)
         nodes, per_node = values["actor_num_nodes"], values["actor_num_gpus_per_node"]
-        raise RanksNeeded(RankPlan(nodes, per_node, values["launcher"]))
+        raise RanksNeeded(RankPlan(nodes, per_node, values["launcher"], device))
     return standing
 
 
@@ -427,7 +467,7 @@ def _train(ledger: Any, standing: Any, began: float, *, show: bool) -> dict[str,
     )
 
 
-def _elsewhere(ledger: Any, standing: Any, opened: Any, tell: Any) -> Any:
+def _elsewhere(ledger: Any, standing: Any, opened: Any, tell: Any) -> RolloutSide:
     """The side of rollouts that another process makes."""
     from trainer.elsewhere import RolloutsElsewhere
     from trainer.publishing import version_folder

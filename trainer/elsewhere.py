@@ -6,7 +6,7 @@ trains on, and a version that the trainer publishes lies in a folder which its e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,11 @@ class RolloutsElsewhere:
         """The folder in which a version is."""
         return str(self._folders.folder(version))
 
-    def rollout(self, rollout_step: int) -> Landed:
-        """Wait until a rollout step is complete. Raises NotFound as `wait_for`."""
+    def rollout(self, rollout_step: int, consumer_version: int) -> Landed:
+        """Wait until a rollout step is complete; who makes it knows what consumes it.
+
+        Raises NotFound as `wait_for`.
+        """
         decisions = self._decisions
         decisions.forget_before(rollout_step)
 
@@ -118,9 +121,9 @@ class RolloutsElsewhere:
         )
 
     @property
-    def evaluations(self) -> Sequence[Evaluation]:
-        """Not to be asked: this side does not evaluate."""
-        raise RuntimeError("rollouts made elsewhere are evaluated there")
+    def evaluations(self) -> list[Evaluation]:
+        """None here."""
+        return []
 
     def evaluate(self, version: int, name: str) -> EvalScored:
         """Not to be asked: this side does not evaluate."""

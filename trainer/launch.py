@@ -25,6 +25,8 @@ class RankPlan:
     nodes: int
     per_node: int
     launcher: str
+    device: str | None = None
+    """On Ray: 'gpu' or 'cpu', as a layout says; None: GPUs where the cluster has any."""
 
 
 class RanksNeeded(InvalidArgument):
@@ -59,7 +61,7 @@ def start_ranks(plan: RankPlan, module: str, argv: Sequence[str]) -> int:
     if plan.launcher == "ray":
         from trainer.launch_ray import start_on_ray
 
-        return start_on_ray(plan.nodes, plan.per_node, module, argv)
+        return start_on_ray(plan.nodes, plan.per_node, module, argv, device=plan.device)
     if plan.nodes != 1:
         raise InvalidArgument(
             explain(

@@ -18,9 +18,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ledger.errors import InvalidArgument, MissingDependency, StorageFailed, explain
+from ledger.errors import InvalidArgument, MissingDependency, explain
 
-__all__ = ["start_on_ray"]
+__all__ = ["GROUP", "NAMESPACE", "start_on_ray"]
+
+NAMESPACE = "ledger"
+GROUP = "LEDGER_RAY_GROUP"
+"""Environment variable with the name of a placement group that is there for the ranks already: a
+bundle a host. Whoever shares devices with them made it."""
+_DIED = 128 + 9
+"""Exit status where a rank's process was ended."""
 
 _PLACING_S = 120.0
 """How long a cluster may take to give what was asked for."""
@@ -32,11 +39,14 @@ _PASSED_ON = (
 """Beginnings of the names of environment variables that the ranks get from this command."""
 
 
-def start_on_ray(nodes: int, per_node: int, module: str, argv: Sequence[str]) -> int:
+def start_on_ray(
+    nodes: int, per_node: int, module: str, argv: Sequence[str], *, device: str | None = None
+) -> int:
     """Run `python -m module argv…` as `nodes` × `per_node` ranks; returns the exit status.
 
-    That is 0, or what the first rank that failed ended with; what it printed last is then printed
-    here, and the others are ended. Raises MissingDependency without Ray, InvalidArgument where the
+    That is 0, or what the first rank that failed ended with (137 where its process was ended); what
+    it printed last is then printed here, and the others are ended. `device` is as in `RankPlan`.
+    Raises MissingDependency without Ray, InvalidArgument where the
     cluster has too little.
     """
     ray = _import_ray()
@@ -46,10 +56,11 @@ def start_on_ray(nodes: int, per_node: int, module: str, argv: Sequence[str]) ->
     ray.init(
         log_to_driver=True,
         logging_level="ERROR",
+        namespace=NAMESPACE,
         **({**options, "include_dashboard": False} if own else {}),
     )
     try:
-        return _run(ray, nodes, per_node, module, argv)
+        return _run(ray, nodes, per_node, module, argv, device)
     finally:
         ray.shutdown()
 
@@ -117,26 +128,13 @@ class _Remembering(io.TextIOBase):
         self._to.flush()
 
 
-def _run(ray: Any, nodes: int, per_node: int, module: str, argv: Sequence[str]) -> int:
-    from ray.util.placement_group import placement_group, remove_placement_group
+def _run(
+    ray: Any, nodes: int, per_node: int, module: str, argv: Sequence[str], device: str | None
+) -> int:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    each = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}
-    group = placement_group(
-        [{name: count * per_node for name, count in each.items()} for _ in range(nodes)],
-        strategy="PACK" if nodes == 1 else "STRICT_SPREAD",
-    )
-    if not group.wait(_PLACING_S):
-        remove_placement_group(group)
-        raise InvalidArgument(
-            explain(
-                "starting the ranks on Ray",
-                expected=f"{nodes} hosts with {per_node} × {each} free each",
-                found=f"a cluster with {ray.cluster_resources()}",
-                do="lower --actor-num-nodes or --actor-num-gpus-per-node, or add hosts",
-            )
-        )
+    on_gpu = device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    group = _group(ray, nodes, per_node, {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1})
     remote = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(_Rank)
     actors = [
         remote.options(
@@ -164,6 +162,33 @@ def _run(ray: Any, nodes: int, per_node: int, module: str, argv: Sequence[str]) 
     return _watch(ray, running)
 
 
+def _group(ray: Any, nodes: int, per_node: int, each: dict[str, int]) -> Any:
+    """The placement group that is there for the ranks, or a new one: a bundle a host."""
+    from ray.util.placement_group import (
+        get_placement_group,
+        placement_group,
+        remove_placement_group,
+    )
+
+    if GROUP in os.environ:
+        return get_placement_group(os.environ[GROUP])
+    group = placement_group(
+        [{name: count * per_node for name, count in each.items()} for _ in range(nodes)],
+        strategy="PACK" if nodes == 1 else "STRICT_SPREAD",
+    )
+    if not group.wait(_PLACING_S):
+        remove_placement_group(group)
+        raise InvalidArgument(
+            explain(
+                "starting the ranks on Ray",
+                expected=f"{nodes} hosts with {per_node} × {each} free each",
+                found=f"a cluster with {ray.cluster_resources()}",
+                do="lower --actor-num-nodes or --actor-num-gpus-per-node, or add hosts",
+            )
+        )
+    return group
+
+
 def _watch(ray: Any, running: dict[Any, int]) -> int:
     """Wait for all ranks, or for the first that fails."""
     while running:
@@ -172,15 +197,15 @@ def _watch(ray: Any, running: dict[Any, int]) -> int:
         try:
             code, printed, errors = ray.get(done)
         except ray.exceptions.RayError as error:
-            raise StorageFailed(
-                explain(
-                    "training on Ray",
-                    on=f"rank {rank}",
-                    expected="an actor that runs to its end",
-                    found=str(error).splitlines()[0],
-                    do="look at the host's memory and at Ray's logs; the same command goes on",
-                )
-            ) from error
+            told = explain(
+                "training on Ray",
+                on=f"rank {rank}",
+                expected="an actor that runs to its end",
+                found=str(error).splitlines()[0],
+                do="look at the host's memory and at Ray's logs; the same command goes on",
+            )
+            print(told, file=sys.stderr)
+            return _DIED
         print(printed, end="")
         if code:
             print(errors, end="", file=sys.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 from ledger.cli import build_parser as ledger_parser
 from replay.cli import build_parser as replay_parser
 from rollout.cli import build_parser as rollout_parser
+from rollout.ray.cli import build_parser as run_parser
 from tests.ledger.test_documents import flags_of
 from trainer.cli import build_parser as trainer_parser
 from trainer.options import OPTIONS, passed_on_options
@@ -35,7 +36,7 @@ ELSEWHERE |= SGLANG | {f"--sglang-{flag[2:]}" for flag in SGLANG}
 def test_every_flag_named_in_code_and_documents_exists() -> None:
     options = (*OPTIONS, *passed_on_options())
     known = {o.flag for o in options} | {f"--no-{o.flag[2:]}" for o in options if o.type is bool}
-    for command in (trainer_parser(), rollout_parser()):
+    for command in (trainer_parser(), rollout_parser(), run_parser()):
         known |= set(command._option_string_actions)
     for parser in (ledger_parser(), replay_parser()):
         known |= set().union(*flags_of(parser).values())

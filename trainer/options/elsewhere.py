@@ -19,6 +19,14 @@ OPTIONS: tuple[Option, ...] = (
         choices=("trainer", "elsewhere"),
     ),
     place(
+        "layout",
+        "parallelism",
+        str,
+        None,
+        "file that says where engines, rollout workers and trainer ranks go on Ray (docs/ray.md); "
+        "it stands for --launcher ray, --actor-num-nodes and --actor-num-gpus-per-node",
+    ),
+    place(
         "rollout_timeout_minutes",
         "rollout",
         float,

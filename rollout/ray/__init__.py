@@ -1,0 +1,1 @@
+"""Rollouts on Ray: engines and workers as actors, where a layout file places them."""

@@ -1,0 +1,1 @@
+"""Actors in a local Ray cluster, killed."""
