@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ledger.events import ObservationAppended, PromptIssued, SegmentGenerated
+from ledger.events import (
+    ObservationAppended,
+    PromptIssued,
+    RoutingRecorded,
+    SegmentGenerated,
+)
 from ledger.fields import Event
 from rollout.engines.scripted_async import ScriptedAsyncEngine
 from rollout.episode import Episode, EpisodeServices
@@ -151,6 +156,8 @@ def _read(episode: Episode, events: Sequence[Event]) -> None:
                     span_versions=event.span_versions,
                 )
             )
+        elif isinstance(event, RoutingRecorded):
+            by_index[event.index].trajectory.routing_rows = event.start + event.rows
         elif isinstance(event, ObservationAppended):
             by_index[event.index].trajectory.pieces.append(
                 Observation(

@@ -14,7 +14,7 @@ from ledger.events import ObservationAppended, SegmentGenerated
 from rollout.engines.scripted_async import ManualClock
 from rollout.environments import create_environment
 from rollout.environments.driving import EnvironmentEpisode, EpisodeLimits
-from rollout.environments.protocol import Message, StepResult
+from rollout.environments.protocol import Action, EnvironmentTask, Message, StepResult
 from rollout.environments.turns import PlainTurns
 from rollout.episode import EpisodeAborted
 from tests.rollout.agents import STOP, Sink, begun, driven, ids_of, repeating, said, speaking
@@ -436,6 +436,30 @@ def test_a_model_asks_python_and_answers(tokenizer):
     assert episode.reward.value == 1.0
 
 
+def test_mathematics_with_python_is_judged_by_its_last_turn():
+    """Hermes calls and the verifier of mathematics, without a tokenizer in between."""
+    make, first = create_environment("python", {"reward": "math", "limits": {"wall_s": 60}})
+    assert [one["function"]["name"] for one in first.tool_schemas] == ["python"]
+
+    async def play(*turns):
+        environment = make()
+        environment.reset(EnvironmentTask(prompt="", label="42", metadata={}, seed=0))
+        results = []
+        for turn, text in enumerate(turns):
+            action = Action(
+                turn=turn, text=text, tokens=np.array([1], np.int32), finish_reason="stop"
+            )
+            results.append(await environment.step(action))
+        return results
+
+    call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
+    asked, told = asyncio.run(play(f"<tool_call>{call}</tool_call>", "It is \\boxed{42}."))
+    assert [(m.text, m.role, m.source) for m in asked.messages] == [("42", "tool", "tool")]
+    assert (told.done, told.reward, told.parts["calls"]) == (True, 1.0, 1.0)
+    (wrong,) = asyncio.run(play("It is \\boxed{41}."))
+    assert (wrong.done, wrong.reward) == (True, 0.0)
+
+
 def test_reasoning_gym_in_one_turn_and_with_another_try(tokenizer):
     from rollout.tasks.gym import GymSource
 
@@ -481,6 +505,29 @@ def crash_course():
 
 async def later():
     return Counting()
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_experts_of_observations_are_reported_by_the_next_turn(tokenizer, aborted):
+    """Rows of all engine calls cover every token but the last, whatever lies between."""
+    from tests.trainer.memory import MemoryReader
+    from trainer.batch_routing import read_routing
+
+    function = function_of(tokenizer, Counting)
+    engine = speaking(tokenizer, "abc", "de", "end", routing=(2, 2, 8))
+    episode, sink = driven(tokenizer, function, engine)
+    events = sink.events
+    if aborted:  # after the first answer: a second process goes on
+        cut = next(i for i, event in enumerate(events) if isinstance(event, ObservationAppended))
+        engine = speaking(tokenizer, "abc", "de", "end", routing=(2, 2, 8))
+        episode, sink = driven(tokenizer, function, engine, events[: cut + 1])
+        events = sink.events
+    length = len(episode.trajectory.context())
+    found = read_routing(MemoryReader(events), np.array([2]), np.array([length]))
+    assert found.expert_ids[0].shape == (length - 1, 2, 2)
+    context = episode.trajectory.context().astype(np.int64)[:-1]
+    expected = (context * 7 + np.arange(length - 1)) % 8  # as the scripted engine chooses
+    assert found.expert_ids[0][:, 0, 0].tolist() == expected.tolist()
 
 
 def test_masks_are_right_in_the_batch(tokenizer):
