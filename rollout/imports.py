@@ -19,6 +19,20 @@ def is_import_path(name: str) -> bool:
     return ":" in name or "." in name
 
 
+def _import(module: str) -> Any:
+    """Import a module. What it wants of slime, where that is not installed, `rollout.slime` has."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name
+        if missing not in ("slime", "miles"):
+            raise
+    from rollout.slime.stand_in import offer
+
+    offer(missing)
+    return importlib.import_module(module)
+
+
 def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     """Import the function that `path` names; `setting` is the flag that named it.
 
@@ -28,7 +42,7 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     """
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        found: Any = getattr(_import(module), attribute)
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise InvalidArgument(
             explain(

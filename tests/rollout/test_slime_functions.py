@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import pickle
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -84,7 +87,7 @@ class Bench:
             await endpoint.start()
             arguments = slime_arguments({**VALUES, **values})
             drive = SlimeGenerate(
-                f"{__name__}:{name}",
+                name if ":" in name else f"{__name__}:{name}",
                 endpoint,
                 arguments,
                 vocab_size=len(self.tokenizer),
@@ -467,6 +470,63 @@ def test_rewards_and_filters_get_samples_of_slime() -> None:
     assert create_filter(f"{__name__}:always")(args, [scored]).keep
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     assert not create_filter(path)(args, [scored, scored]).keep
+
+
+WRITTEN_FOR_SLIME = """
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sglang_rollout import GenerateState, generate as one_turn
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    assert GenerateState(args).tokenizer is GenerateState(args).tokenizer
+    sample = await one_turn(args, sample, sampling_params)
+    assert sample.status == Sample.Status.COMPLETED
+    try:
+        await post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/no_such", {})
+    except Exception as error:
+        sample.metadata["refused"] = str(error)
+    return sample
+
+
+def keep(args, samples):
+    return DynamicFilterOutput(keep=False, reason="tired")
+"""
+
+
+def test_a_module_that_was_written_for_slime_runs_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("slime") is not None:
+        pytest.skip("slime itself is installed")
+    (tmp_path / "written_for_slime.py").write_text(WRITTEN_FOR_SLIME)
+    (tmp_path / "wants_more.py").write_text("import slime.backends.megatron_utils\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    bench = Bench(["4"])
+    try:
+        bench.drive("written_for_slime:generate", hf_checkpoint=tmp_path / "model")
+        scored = ScoredSample(
+            index=0,
+            group_index=0,
+            rollout_id=0,
+            prompt="",
+            response="",
+            tokens=np.zeros(1, np.int32),
+            response_length=1,
+            label=None,
+            metadata={},
+            finish_reason="stop",
+        )
+        assert create_filter("written_for_slime:keep")(None, [scored]).reason == "tired"
+        with pytest.raises(InvalidArgument, match=r"slime\.backends"):
+            create_filter("wants_more:keep")
+    finally:
+        for name in [one for one in sys.modules if one.split(".")[0] == "slime"]:
+            del sys.modules[name]
+    assert bench.shape() == [("sampled", "4<|im_end|>")]
+    assert "expected: status 200" in bench.at.metadata["refused"]
 
 
 def test_an_episode_issues_nothing_by_itself() -> None:
