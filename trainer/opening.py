@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -253,7 +254,22 @@ def _take_over(ledger: Ledger, standing: Standing) -> Writer | None:
     if standing.kind == "new run" and standing.run_id not in {r.run_id for r in ledger.runs()}:
         with contextlib.suppress(AlreadyExists):
             ledger.create_run(standing.run_id)
-    return ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
+    writer = ledger.writer(standing.run_id, standing.branch, producer=producer_of(standing.branch))
+    if standing.values["rollout_by"] == "trainer" and _was_elsewhere(ledger, standing):
+        # Prompts are issued by one process: ledger-rollout, if it still runs, is fenced off.
+        rollouts = f"ledger-rollout/{standing.branch}"
+        ledger.writer(standing.run_id, standing.branch, producer=rollouts).close()
+    return writer
+
+
+def _was_elsewhere(ledger: Ledger, standing: Standing) -> bool:
+    """Whether the branch ever had rollouts that another process made."""
+    reader = ledger.reader(standing.run_id, standing.branch)
+    return any(
+        json.loads(places or "{}").get("rollout_by") == "elsewhere"
+        for kind in ("run_started", "branch_forked", "run_resumed")
+        for places in reader.table(kind, ["places"])["places"].to_pylist()
+    )
 
 
 def _take_up(ledger: Ledger, standing: Standing, writer: Writer | None, checkpoints: Path) -> None:

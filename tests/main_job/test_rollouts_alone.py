@@ -10,7 +10,9 @@ import pytest
 
 from ledger import open_ledger
 from ledger.check import check_ledger
-from ledger.errors import Diverged, InvalidArgument, NotFound
+from ledger.encode import events_of
+from ledger.errors import Diverged, FencedOff, InvalidArgument, NotFound
+from ledger.events import SampleDecided
 from replay.cli import main as replay
 from rollout.cli import run as sample
 from tests.main_job.job import SMALL, identity, train
@@ -102,7 +104,13 @@ def test_taking_turns_is_the_same_run_and_so_it_is_when_rollouts_are_killed_anyw
     assert killed >= 8
     after = train(ledger, num_rollout=2)
     assert rollouts(ledger, num_rollout=2)["weight_version"] == 4
-    with open_ledger(ledger, read_only=True) as opened:
+    with open_ledger(ledger) as opened:
         assert opened.content_digest("run").hex() == whole["content_digest"]
         assert check_ledger(opened.reader("run", branch=None)).ok
-    assert after["weights_root"] == identity(whole)[1]
+        assert after["weights_root"] == identity(whole)[1]
+        # A trainer that makes its own rollouts again ends those that are still made elsewhere.
+        still_there = opened.writer("run", producer="ledger-rollout/main")
+        train(ledger, num_rollout=3, rollout_by="trainer")
+        again = opened.reader("run").table("sample_decided").slice(0, 1)
+        with pytest.raises(FencedOff):
+            still_there.append(events_of(again, SampleDecided))
