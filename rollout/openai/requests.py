@@ -101,7 +101,7 @@ def read_completion(body: Mapping[str, Any], reader: Reader) -> Call:
     """`POST /v1/completions`. Raises ApiError."""
     _refuse_unable(body)
     logprobs = body.get("logprobs")
-    if logprobs is not None and logprobs is not False and int(logprobs) > 1:
+    if logprobs not in (None, False, True, 0, 1):
         raise bad_request(
             "logprobs", "the engine reports the log-prob of the sampled token only: give 0 or 1"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -121,6 +122,7 @@ class Endpoint:
         self._claimable.pop(name, None)
         if session is not None:
             session.end()
+            await session.cut()
             await session.settle()
 
     async def close(self) -> None:
@@ -181,9 +183,11 @@ class Endpoint:
         key = headers.get("X-Request-Id") or headers.get("Idempotency-Key")
         # Sent by the official clients with what they send again by themselves.
         again = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        call.wanted.noted.update({} if key is None else {"request": key})  # type: ignore[attr-defined]
+        wanted = call.wanted
+        if key is not None:
+            wanted = dataclasses.replace(wanted, noted={**wanted.noted, "request": key})
         created = int(time.time())
-        asking = session.answer(call.asked, call.wanted, key, again=again)
+        asking = session.answer(call.asked, wanted, key, again=again)
         if not call.stream:
             answer = await asking
             name = _name(kind, answer)
@@ -333,7 +337,8 @@ def _refusal(error: Exception) -> ApiError:
     if isinstance(error, GenerationCut):
         return ApiError(499, "the client had gone away", kind="cancelled")
     if isinstance(error, InvalidArgument):
-        return bad_request(None, str(error), "context_length_exceeded")
+        too_long = "positions" in str(error)  # as `rollout.protocol.check_request` says it
+        return bad_request(None, str(error), "context_length_exceeded" if too_long else None)
     if isinstance(error, EngineFailed):
         return ApiError(503, str(error), kind="server_error", code="engine_failed")
     return ApiError(500, str(error), kind="server_error", code=type(error).__name__)

@@ -111,6 +111,11 @@ class Session:
             self.reward = reward
         self.over.set()
 
+    async def cut(self) -> None:
+        """End every generation that runs, with what it has."""
+        for branch in list(self._branches):
+            await branch.episode.cut()
+
     async def idle(self) -> None:
         """Wait, after an abort, until no request is at the engine, or being recorded, any more."""
         while len(self._tasks) > self._held:

@@ -311,8 +311,11 @@ def test_log_probs_ids_and_limits() -> None:
             await say(table, [{"role": "user", "content": [image]}])
         with pytest.raises(openai.BadRequestError, match="top_p"):
             await say(table, [user("q")], top_p=7)
+        with pytest.raises(openai.BadRequestError, match="positions") as long:
+            await say(table, [user("q" * 2000)])
+        assert long.value.code == "context_length_exceeded"
 
-    table = at_table(["longer", "x"], talk)
+    table = at_table(["longer", "x"], talk, max_positions=1000)
     first = table.sink.of(SegmentGenerated)[0]
     assert (first.temperature, first.top_p, first.max_new_tokens) == (0.5, 0.9, 3)
     assert json.loads(first.engine_report)["request"]["seed"] == 7
