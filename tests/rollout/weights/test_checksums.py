@@ -50,6 +50,17 @@ def test_the_checksum_of_cuda_engines_is_that_of_sglangs_kernel(
     assert mixed_words([raw[:9], raw[9:]]) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"), [(8192 * 16 + 5, "a5d79e38cf628478"), (8192 * 8, "9de0a280676fa4b3")]
+)
+def test_tiles_are_added_up_as_the_kernel_does(words: int, expected: str) -> None:
+    """From the kernel as above: more than is computed at once, and nothing left over."""
+    tensor = torch.arange(words, dtype=torch.int32)
+    if words % 8192:
+        tensor.mul_(0x1E3779B1)
+    assert mixed_words([bytes_of(tensor)]) == expected
+
+
 def test_nothing_at_all_has_the_checksum_0() -> None:
     assert mixed_words([torch.zeros(0, dtype=torch.uint8)]) == "0" * 16
 
