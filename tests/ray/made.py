@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,6 @@ from rollout.ray.worker_actor import WorkerServices
 from rollout.rewards import Reward, ScoredSample
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Segment
-from tests.rollout.coordinating import Tokens
 
 WEIGHTS = {"w": np.zeros(1, np.float32)}
 TURNS, TOKENS = 3, 5
@@ -48,6 +49,21 @@ def engine(token_s: float) -> ScriptedAsyncEngine:
         token_s=token_s,
         weights=WEIGHTS,
     )
+
+
+class Tokens:
+    """A tokenizer of one token a character; no text is needed here."""
+
+    eos_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [0] if text == "\n" else [1 + ord(c) % 60 for c in text[-4:]]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(str(i) for i in ids)
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool = False) -> dict[str, Any]:
+        return {"input_ids": [[int(i) for i in text.split()] for text in texts]}
 
 
 class ByIndex:
