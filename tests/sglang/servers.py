@@ -18,10 +18,21 @@ from rollout.engines.sglang.arguments import split_arguments
 from rollout.engines.sglang.create import create_sglang_pool
 from rollout.engines.sglang.pool import PoolSettings, SGLangPool
 from rollout.engines.sglang.settings import SGLangSettings
+from rollout.weights import WeightUpdateSettings
 
-__all__ = ["ARGUMENTS", "MOE_ARGUMENTS", "Served", "Server", "free_port", "option_words", "pool_of"]
+__all__ = [
+    "ARGUMENTS",
+    "MOE_ARGUMENTS",
+    "SHARED_ARGUMENTS",
+    "START_TIMEOUT_S",
+    "Served",
+    "Server",
+    "free_port",
+    "option_words",
+    "pool_of",
+]
 
-_BOTH = (
+SHARED_ARGUMENTS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"),
     *("--chunked-prefill-size", "512", "--enable-deterministic-inference", "--enable-metrics"),
@@ -29,11 +40,11 @@ _BOTH = (
     # A line of the log for each decoded token: tests wait for them.
     *("--decode-log-interval", "1"),
 )
-ARGUMENTS = (*_BOTH, "--disable-overlap-schedule")
+ARGUMENTS = (*SHARED_ARGUMENTS, "--disable-overlap-schedule")
 """Of the server of the dense model: it may be paused in place."""
-MOE_ARGUMENTS = (*_BOTH, "--enable-return-routed-experts")
+MOE_ARGUMENTS = (*SHARED_ARGUMENTS, "--enable-return-routed-experts")
 """Of that of the mixture: scheduling and sampling overlap, as they do by default."""
-START_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 900.0
 
 
 def free_port() -> int:
@@ -56,10 +67,13 @@ def pool_of(
     engines: int = 1,
     settings: PoolSettings | None = None,
     urls: Sequence[str] = (),
+    updates: WeightUpdateSettings | None = None,
+    devices: Sequence[str] | None = (),
 ) -> SGLangPool:
     """The product's pool, not started: of `engines` that it starts, or of those at `urls`.
 
-    By default it looks after nothing: a test may pause or end its engines.
+    By default it looks after nothing: a test may pause or end its engines. `devices`: GPUs that
+    they share; None: those that this process sees.
     """
     return create_sglang_pool(
         model,
@@ -73,7 +87,8 @@ def pool_of(
             ready_timeout_s=START_TIMEOUT_S,
             pool=settings or PoolSettings(health_interval_s=1e6, restarts=0),
         ),
-        devices=(),
+        devices=devices,
+        updates=updates,
     )
 
 

@@ -52,6 +52,8 @@ def command(ledger: Path, model: Path, **options: Any) -> list[str]:
     words = [sys.executable, "-m", "trainer.cli", "--ledger", str(ledger)]
     words += ["--hf-checkpoint", str(model), "--json"]
     for name, value in {**JOB, **options}.items():
+        if value == []:
+            continue
         values = value if isinstance(value, list) else [] if value is True else [value]
         words += ["--" + name.replace("_", "-"), *map(str, values)]
     return words
