@@ -32,6 +32,8 @@ class LogEntry:
     """In hexadecimal."""
     head_of: str | None
     """The branch that it is the newest version of."""
+    engines: int = 0
+    """Engines that took it (weights_loaded), each once."""
 
     def as_json(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -59,8 +61,13 @@ def read_log(reader: TableSource) -> list[LogEntry]:
         "SELECT v.weight_version, v.parent_version, v.branch, v.step, v.rollout_step,\n"
         "       v.reward_mean, v.checkpoint, hex(v.root) AS root,\n"
         "       CASE WHEN v.weight_version = max(v.weight_version) OVER (PARTITION BY v.branch)\n"
-        "            THEN v.branch END AS head_of\n"
-        "FROM versions AS v ORDER BY v.weight_version DESC",
+        "            THEN v.branch END AS head_of,\n"
+        "       coalesce(l.engines, 0) AS engines\n"
+        "FROM versions AS v LEFT JOIN (\n"
+        "  SELECT weight_version, count(DISTINCT coalesce(engine_address, engine)) AS engines\n"
+        "  FROM weights_loaded GROUP BY weight_version\n"
+        ") AS l ON v.weight_version = l.weight_version\n"
+        "ORDER BY v.weight_version DESC",
     ).to_pylist()
     return [LogEntry(**{**row, "root": row["root"].lower()}) for row in rows]
 
@@ -105,6 +112,8 @@ def _version_line(entry: LogEntry, lanes: int, own: int, width: int, glyphs: _Gl
     line.append(f"  {entry.root[:10]}", style="dim")
     if entry.checkpoint is not None:
         line.append("  checkpoint", style="green")
+    if entry.engines:
+        line.append(f"  {entry.engines} engine{'s' if entry.engines > 1 else ''}")
     if entry.head_of is not None:
         line.append(f"  ({entry.head_of})", style="bold " + _COLOURS[own % len(_COLOURS)])
     return line

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from ledger.errors import NotFound
+from ledger.events import WeightsLoaded
 from ledger.show import draw_trajectory, read_trajectory
 from ledger.tree import LogEntry, draw_log, read_log
-from tests.ledger.factory import MemoryReader, story_tables
+from tests.ledger.factory import MemoryReader, story_tables, table_of
 
 
 def entry(version: int, parent: int | None, branch: str = "main") -> LogEntry:
@@ -51,6 +52,34 @@ def test_branches_of_branches() -> None:
 
 def test_a_log_that_was_cut_draws_without_the_parents() -> None:
     assert graph([entry(9, 8), entry(7, 5)]) == ["● 9", "│ ● 7"]
+
+
+def test_a_version_says_how_many_engines_took_it() -> None:
+    taken = [
+        WeightsLoaded(
+            weight_version=1,
+            engine="sglang",
+            engine_address=address,
+            transport="tensor",
+            base_version=0,
+            pause_mode="retract",
+            sent_tensors=1,
+            sent_bytes=4,
+            root=b"r" * 32,
+            compared="everything",
+            reason="published",
+            cache_flushed=True,
+        )
+        for address in ("http://a", "http://b", "http://a")
+    ]
+    rows = [("main", 1000 + n, one) for n, one in enumerate(taken)]
+    tables = {**story_tables(), "weights_loaded": table_of("weights_loaded", rows)}
+    found = {e.weight_version: e.engines for e in read_log(MemoryReader(tables))}
+    assert found == {**dict.fromkeys(found, 0), 1: 2}
+    [line] = [
+        one.plain for one in draw_log(read_log(MemoryReader(tables))) if "engine" in one.plain
+    ]
+    assert "  2 engines" in line
 
 
 def test_each_version_says_what_it_is(everything: MemoryReader) -> None:
