@@ -259,7 +259,8 @@ class SGLangClient:
             self._session = aiohttp.ClientSession(
                 # How many requests run at a time is decided elsewhere: a request for control must
                 # never wait for them.
-                connector=aiohttp.TCPConnector(limit=0),
+                # SGLang closes connections that idle for 5 s, perhaps just as one is used again.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
             )

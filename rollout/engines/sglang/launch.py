@@ -34,6 +34,8 @@ The death signal (PR_SET_PDEATHSIG, 1) outlives exec. Schedulers that the server
 SGLang gives them the same signal."""
 
 _LAST_LINES = 30
+_GONE_S = 2.0
+"""How long killed processes may take to be gone, and their memory with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class EngineProcess:
         return _ended(await self._process.wait())
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """End the server and everything that it started; nothing of it runs afterwards."""
+        """End the server and everything that it started, and wait until nothing of it runs."""
         process = self._process
         if process is None:
             return
@@ -221,11 +223,35 @@ class EngineProcess:
         _signal(process.pid, signal.SIGKILL)
         await process.wait()
         self._process = None
+        until = time.monotonic() + _GONE_S
+        while _runs(process.pid) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
 
 
 def _signal(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+def _runs(group: int) -> bool:
+    """Whether a process of the group has not ended. One that ended may wait for its parent's wait,
+    which in a container may never come: it holds nothing any more."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    stats = list(Path("/proc").glob("[0-9]*/stat"))
+    return not stats or any(_is_of(stat, group) for stat in stats)
+
+
+def _is_of(stat: Path, group: int) -> bool:
+    try:
+        state, _, found, *_ = stat.read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return False  # it has ended meanwhile
+    return int(found) == group and state not in "ZX"
 
 
 def _ended(code: int) -> str:
