@@ -109,9 +109,10 @@ def test_a_trajectory_shows_turns_text_tokens_and_fate() -> None:
         "kept (by all)",
         "trained in step 0 of main, micro-batch 1: version 0 → 1",
         "prompt 2",
-        "turn 0  observation  2 tokens from tool",
+        "turn 0\n",
+        "  tool, 2 tokens at 3 to 5",
         "  42",
-        "turn 1  segment  2 tokens  [0:2] version 0",
+        "turn 1\n  sampled, 2 tokens at 5 to 7  [0:2] version 0",
         "response 9",
     ):
         assert part in text
