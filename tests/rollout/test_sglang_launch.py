@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -146,6 +147,25 @@ def test_what_bears_on_samples_is_kept_apart_from_where_and_how_fast() -> None:
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("command", ["trainer.cli", "rollout.cli"])
+def test_a_command_refuses_what_it_sets_itself(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--ledger",
+        "nowhere",
+        "--engine",
+        "sglang",
+        "--sglang-dp-size",
+        "2",
+        "--sglang-port",
+        "30000",
+    ]
+    assert importlib.import_module(command).main(words) == 2
+    assert "--rollout-engine-urls" in capsys.readouterr().err
+    assert not Path("nowhere").exists()
 
 
 # Settings
