@@ -86,7 +86,7 @@ class _Driver:
     """The verifier of a reward that the driver of the episode gave itself."""
 
     name: str
-    version: str = "episode"
+    version: str
 
 
 class GroupRun:
@@ -255,7 +255,10 @@ class GroupRun:
         for at in (sample.trajectory for sample in missing):
             episode = self._episodes.get(at.index)
             if episode is not None and episode.reward is not None:
-                driver = _Driver(getattr(self.services.drive, "__name__", "episode"))
+                drive = self.services.drive
+                driver = _Driver(
+                    getattr(drive, "__name__", "episode"), getattr(drive, "version", "episode")
+                )
                 rewards[at.rollout_id] = episode.reward, driver
             else:
                 asked.append(at)

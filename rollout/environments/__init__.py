@@ -51,8 +51,9 @@ def create_environment(
     for method in ("reset", "step", "close"):
         if not callable(getattr(first, method, None)):
             raise _refused(name, f"an environment: with a method {method}", type(first).__name__)
-    if not isinstance(getattr(first, "name", None), str):
-        raise _refused(name, "an environment with a name", type(first).__name__)
+    for said in ("name", "version"):
+        if not isinstance(getattr(first, said, None), str):
+            raise _refused(name, f"an environment with a {said}, a text", type(first).__name__)
     return make, first
 
 

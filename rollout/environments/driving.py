@@ -88,10 +88,16 @@ class EnvironmentEpisode:
     """The `EpisodeFunction` that drives an environment. One for all episodes of a rollout."""
 
     def __init__(
-        self, name: str, make: EnvironmentFactory, turns: TurnFormat, limits: EpisodeLimits
+        self,
+        name: str,
+        make: EnvironmentFactory,
+        turns: TurnFormat,
+        limits: EpisodeLimits,
+        version: str = "1",
     ) -> None:
-        """`name` says in scores who gave the reward; `make` makes the environment of an episode."""
-        self.__name__ = name
+        """`name` and `version` say in scores who gave the reward; `make` makes the environment of
+        an episode."""
+        self.__name__, self.version = name, version
         self._make, self._turns, self._limits = make, turns, limits
 
     async def __call__(self, episode: Episode) -> None:

@@ -78,7 +78,7 @@ def environment_function(
             keep_history=values["environment_keep_history"],
             kwargs=values["apply_chat_template_kwargs"],
         )
-    return EnvironmentEpisode(first.name, make, turns, limits)
+    return EnvironmentEpisode(first.name, make, turns, limits, str(first.version))
 
 
 def environment_tools(values: Mapping[str, Any]) -> list[dict[str, Any]] | None:

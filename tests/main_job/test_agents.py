@@ -57,6 +57,8 @@ def test_siblings_and_turns_are_trained_counted_once_and_replayed(
         ).to_pylist()
         assert signals
         assert all(np.array_equal(row["sampled"], row["used"]) for row in signals)
+        scores = reader.table("sample_scored").to_pylist()
+        assert {(s["verifier"], s["verifier_version"]) for s in scores} == {("first_letters", "1")}
         evaluated = reader.table("eval_scored").to_pylist()
         assert [row["weight_version"] for row in evaluated] == [0, 4]
         for row in evaluated:
