@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ledger import open_ledger
+from ledger.events import BranchForked
 from rollout.protocol import GenerationRequest
 from rollout.shapes import RolloutShape
 from tests.rollout.coordinating import Bench, contents, facts
@@ -123,6 +124,90 @@ def test_what_runs_on_without_partial_rollout_is_aborted() -> None:
         assert coordinator.buffer.groups == {}
         aborted = [r for r in bench.rows("segment_generated") if r["group_index"] == 1]
         assert [(len(r["tokens"]), r["finish_reason"]) for r in aborted] == [(5, "abort")] * 2
+        await coordinator.close()
+        bench.ledger.close()
+
+    asyncio.run(go())
+
+
+def test_a_branch_issues_again_what_its_parent_had_not_decided() -> None:
+    async def go() -> None:
+        bench = Bench(lambda index: 5 if index < 4 else 40)
+        shape = RolloutShape(partial_rollout=True)
+        parent = bench.coordinator(shape, over_sampling_batch_size=4)
+        await bench.run(parent.rollout(0, 0))
+        fork = BranchForked(
+            branch="other",
+            parent_branch="main",
+            fork_seq=bench.ledger.branch("run", "main").head_seq,
+            weight_version=0,
+            settings="{}",
+            data="fresh",
+        )
+        writer = bench.ledger.fork("run", fork, "ledger-rollout/other")
+        bench.lengths = lambda index: 5
+        child = bench.coordinator(shape, writer=writer, branch="other", over_sampling_batch_size=4)
+        assert [(one.group_index, one.source_row) for one in child.buffer.orphans] == [
+            (2, 2),
+            (3, 3),
+        ]
+        await bench.run(child.rollout(1, 0))
+        issued = [row for row in bench.rows("prompt_issued", "other") if row["branch"] == "other"]
+        assert [(row["source_row"], row["retry_of"]) for row in issued] == [
+            (2, 2),
+            (3, 3),
+            (4, None),
+            (5, None),
+        ]
+        # The samples are its own; the first group that it numbers follows those that it saw.
+        assert min(row["group_index"] for row in issued) == 10**12 + 4
+        assert bench.groups("kept", 1, "other") == [10**12 + 4, 10**12 + 5]
+        await child.close()
+        assert facts(bench.buffer("other")) == facts(child.buffer)
+        # The parent goes on with what it had.
+        await bench.run(parent.rollout(1, 1))
+        assert bench.groups("kept", 1) == [2, 3]
+        await parent.close()
+        bench.ledger.close()
+
+    asyncio.run(go())
+
+
+def test_the_greedy_sample_of_a_group_is_a_part_of_the_others_rewards() -> None:
+    async def go() -> None:
+        bench = Bench(lambda index: 5)
+        coordinator = bench.coordinator(greedy_baseline_key="greedy_reward")
+        summary = await bench.run(coordinator.rollout(0, 0))
+        assert summary.counts == {"kept": 4, "surplus": 2}
+        segments = {row["index"]: row for row in bench.rows("segment_generated")}
+        assert [segments[index]["temperature"] for index in range(6)] == [1, 1, 0, 1, 1, 0]
+        scores = {row["index"]: row for row in bench.rows("sample_scored")}
+        assert scores[0]["part_names"] == ["greedy_reward"]
+        assert scores[0]["part_values"] == [scores[2]["raw_reward"]] == [0.0]
+        assert scores[3]["part_values"] == [scores[5]["raw_reward"]] == [1.0]
+        assert scores[2]["part_names"] == []
+        assert summary.kept_indices.tolist() == [0, 1, 3, 4]
+        await coordinator.close()
+        bench.ledger.close()
+
+    asyncio.run(go())
+
+
+def test_routing_of_a_resumed_sample_is_recorded_once() -> None:
+    async def go() -> None:
+        bench = Bench(lambda index: 5 if index < 4 else 40)
+        bench.engine = bench.new_engine(routing=(2, 2, 8))
+        coordinator = bench.coordinator(
+            RolloutShape(partial_rollout=True), over_sampling_batch_size=4
+        )
+        await bench.run(coordinator.rollout(0, 0))
+        await bench.run(coordinator.rollout(1, 1))
+        routing = [row for row in bench.rows("routing_recorded") if row["index"] == 4]
+        # 4 tokens of the prompt and 5 that were sampled before the cut; 40 in all.
+        assert [(row["segment"], row["start"], row["rows"]) for row in routing] == [
+            (0, 0, 8),
+            (1, 8, 35),
+        ]
         await coordinator.close()
         bench.ledger.close()
 
