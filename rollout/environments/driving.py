@@ -8,7 +8,6 @@ sampled is sampled again, and where the environment does not repeat itself the s
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -111,10 +110,7 @@ class EnvironmentEpisode:
             EnvironmentFailed: the environment crashed, hung, ended without an answer, or does not
                 repeat what is recorded.
         """
-        environment = self._make()
-        if inspect.isawaitable(environment):
-            environment = await environment
-        caller = Caller(environment, timeout_s=self._limits.timeout_s)
+        caller = Caller(self._make(), timeout_s=self._limits.timeout_s)
         try:
             await _Drive(episode, caller, self._turns, self._limits).run()
         finally:

@@ -6,7 +6,7 @@ business of `rollout.environments.turns`. One environment serves one episode.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -109,5 +109,5 @@ class Environment(Protocol):
         """Free everything. It is called once, however the episode ended."""
 
 
-EnvironmentFactory = Callable[[], "Environment | Awaitable[Environment]"]
-"""Makes the environment of one episode."""
+EnvironmentFactory = Callable[[], Environment]
+"""Makes the environment of one episode, at once: what takes long belongs into `reset`."""
