@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ledger.errors import Conflict, Diverged, EngineFailed
+from ledger.errors import Conflict, Diverged
 from ledger.fields import Event
 from ledger.weights import weights_root
 from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings
 from rollout.weights.control import Answer
 from rollout.weights.payload import SharedChunk
-from tests.sglang.servers import ARGUMENTS, Served, Server
+from tests.sglang.servers import Served
 
 NORM = "model.norm.weight"
 KEYS = "model.layers.0.self_attn.k_proj.weight"
@@ -264,53 +264,3 @@ def test_what_a_killed_process_left_half_done_is_put_right_by_the_next(
     run(dense, folders["dense-0"], killed)
     run(dense, folders["dense-0"], next_process, transport="tensor", mode="delta")
     assert sample(dense, 1)["meta_info"]["weight_version"] == "4"
-
-
-class Killer(EngineControl):
-    """Ends the engine while it is being sent tensors."""
-
-    server: Server | None = None
-
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        if path == "/update_weights_from_tensor" and self.server is not None:
-            self.server.kill()
-        return await super().post(path, body)
-
-
-def test_an_engine_that_was_killed_in_an_update_gets_the_committed_version_before_traffic(
-    sglang_python: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    one, two = weights_of(folders["dense-1"]), weights_of(folders["dense-0"])
-    server = Server(sglang_python, folders["dense-0"], tmp_path / "log", *ARGUMENTS).wait()
-    port = server.port
-
-    async def main(server: Server) -> Server:
-        control = Killer(server.address, local=True)
-        updater = updater_for(folders["dense-0"], transport="tensor")
-        try:
-            await updater.update([control], 1, one.items())
-            await updater.release(1)
-            before = held(server)
-            control.server = server
-            with pytest.raises(EngineFailed):
-                await updater.update([control], 2, two.items())
-            assert list(updater.unusable) == [server.address]
-            control.server = None
-            again = Server(
-                sglang_python, folders["dense-0"], tmp_path / "log", *ARGUMENTS, port=port
-            ).wait()
-            event = await updater.restore(control)
-            assert event is not None
-            assert (event.weight_version, event.reason) == (1, "restored")
-            assert held(again) == before
-            assert not updater.unusable
-            assert sample(again, 1)["meta_info"]["weight_version"] == "1"
-            return again
-        finally:
-            await updater.close()
-            await control.close()
-
-    try:
-        server = asyncio.run(main(server))
-    finally:
-        server.kill()
