@@ -11,7 +11,7 @@ from rollout.weights.control import EngineControl, EngineInfo
 from rollout.weights.staged import StagedVersion
 from rollout.weights.transports import Transport
 
-__all__ = ["Turn"]
+__all__ = ["Turn", "reload_first"]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,3 +62,31 @@ class Turn:
             reason=reason,
             cache_flushed=self.flushed,
         )
+
+
+async def reload_first(turn: Turn) -> None:
+    """Give an engine the weights that it had when this process first saw it, from where it had read
+    them; what went wrong is in `problem`. Raises EngineFailed where it does not answer."""
+    await turn.engine.post("/end_weight_update")  # says no where none is open
+    if await _is_as_before(turn):
+        return
+    answer = await turn.engine.post(
+        "/update_weights_from_disk",
+        {
+            "model_path": turn.info.model_path,
+            "load_format": "auto",
+            "weight_version": turn.info.weight_version,
+        },
+    )
+    if not answer.ok:
+        turn.problem = f"/update_weights_from_disk: {answer.message}"
+    elif not await _is_as_before(turn):
+        turn.problem = f"{turn.info.model_path} holds other weights than it had"
+
+
+async def _is_as_before(turn: Turn) -> bool:
+    ranks, _ = await turn.engine.checksums()
+    found = {
+        (rank.tp_rank, name): value for rank in ranks for name, value in rank.checksums.items()
+    }
+    return found == turn.before and await turn.engine.weight_version() == turn.info.weight_version

@@ -12,7 +12,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ledger.errors import Conflict, Diverged, EngineFailed, InvalidArgument, explain
+from ledger.errors import (
+    Conflict,
+    Diverged,
+    EngineFailed,
+    InvalidArgument,
+    LedgerError,
+    explain,
+)
 from ledger.events import WeightsLoaded
 from ledger.fields import Event
 from ledger.weights import TensorRecord
@@ -25,7 +32,7 @@ from rollout.weights.memory import give_memory_back, take_memory
 from rollout.weights.settings import WeightUpdateSettings
 from rollout.weights.staged import StagedVersion, stage
 from rollout.weights.transports import Delivery, Transport
-from rollout.weights.turn import Turn
+from rollout.weights.turn import Turn, reload_first
 
 __all__ = ["WeightUpdater"]
 
@@ -347,21 +354,14 @@ class WeightUpdater:
         touched = [turn for turn in turns if turn.touched and turn.gone is None]
         for turn in touched:
             self._contacts.forget(turn.engine)
+        touched = [
+            dataclasses.replace(turn, base_version=None, problem=None, flushed=False)
+            for turn in touched
+        ]
         if self._served is None:
-            await self._each_again(touched, self._reload)
+            await self._each(touched, reload_first)
         else:
-            back = [
-                dataclasses.replace(
-                    turn,
-                    names=sorted(self._served.tensors),
-                    base_version=None,
-                    problem=None,
-                    flushed=False,
-                )
-                for turn in touched
-            ]
-            await self._bring(back, self._served)
-            touched = back
+            await self._bring_again(touched, self._served)
         well = [turn for turn in touched if turn.well]
         for turn in touched:
             if not turn.well:
@@ -374,31 +374,22 @@ class WeightUpdater:
         said = f"{len(well)} engines serve what they had"
         return f"{said}; not usable until started again: {', '.join(lost)}" if lost else said
 
-    async def _each_again(self, turns: Sequence[Turn], do: Any) -> None:
-        for turn in turns:
-            turn.problem = None
-        await self._each(turns, do)
+    async def _bring_again(self, turns: Sequence[Turn], served: StagedVersion) -> None:
+        """The version that was served, to those that do not hold it any more."""
 
-    async def _reload(self, turn: Turn) -> None:
-        """The weights an engine had when this process first saw it, from where it had read them."""
-        await turn.engine.post("/end_weight_update")  # says no where none is open
-        answer = await turn.engine.post(
-            "/update_weights_from_disk",
-            {
-                "model_path": turn.info.model_path,
-                "load_format": "auto",
-                "weight_version": turn.info.weight_version,
-            },
-        )
-        if not answer.ok:
-            turn.problem = f"/update_weights_from_disk: {answer.message}"
-            return
-        ranks, _ = await turn.engine.checksums()
-        after = {
-            (rank.tp_rank, name): value for rank in ranks for name, value in rank.checksums.items()
-        }
-        if after != turn.before:
-            turn.problem = f"{turn.info.model_path} holds other weights than it had"
+        async def look(turn: Turn) -> None:
+            await turn.engine.post("/end_weight_update")  # says no where none is open
+            await self._compare(turn, served)
+
+        await self._each(turns, look)
+        changed = [turn for turn in turns if turn.problem is not None]
+        for turn in changed:
+            turn.names, turn.problem = sorted(served.tensors), None
+        try:
+            await self._bring(changed, served)
+        except LedgerError as error:  # the way is not there any more: no memory, no disk
+            for turn in changed:
+                turn.problem = str(error)
 
     async def _continue(self, engines: Sequence[EngineControl]) -> None:
         async def one(engine: EngineControl) -> None:

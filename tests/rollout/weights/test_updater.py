@@ -24,6 +24,7 @@ from ledger.errors import (
 from ledger.fields import Event
 from ledger.weights import weights_root
 from rollout.weights import EngineControl, WeightUpdater, WeightUpdateSettings
+from rollout.weights.payload import SharedChunk
 from tests.rollout.weights.engine import CONFIG, WeightEngine, tiny_weights
 
 OLD, NEW = tiny_weights(1), tiny_weights(2)
@@ -232,6 +233,7 @@ def test_a_first_version_that_fails_leaves_the_weights_that_the_engine_was_start
         assert pool.serve(tiny_weights(0), "default") == [True]
         # Where it cannot be shown, it gets no traffic.
         engine.initial = tiny_weights(5)
+        engine.refuses = {"/end_weight_update": "no"}
         with pytest.raises(Diverged):
             await pool.updater.update(pool.controls, 1, NEW.items())
         assert engine.address in pool.updater.unusable
@@ -463,10 +465,38 @@ def test_files_that_are_not_what_was_written_are_not_shown_to_an_engine(
             with pytest.raises(StorageFailed, match="another one"):
                 await pool.updater.update(pool.controls, 2, NEW.items())
         shown = pool.engines[0].calls[calls:]
-        assert not [body for path, body in shown if body.get("weight_version") == "2"]
-        assert pool.engines[0].paused
+        assert not [body for path, body in shown if "model_path" in body]
+        assert pool.serve(OLD, "1") == [True]
+        assert not pool.updater.unusable
 
     run(test, check="files", transport="disk")
+
+
+def test_where_there_is_no_room_for_the_old_version_either_engines_get_no_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(pool: Pool) -> None:
+        await pool.have(1, OLD)
+        chunks: list[int] = []
+
+        class Full(SharedChunk):
+            def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+                chunks.append(len(tensors))
+                if len(chunks) > 1:
+                    raise StorageFailed("no room in /dev/shm")
+                super().__init__(tensors)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout.weights.transports.SharedChunk", Full)
+            with pytest.raises(StorageFailed, match="no room"):
+                await pool.updater.update(pool.controls, 2, NEW.items())
+        assert list(pool.updater.unusable) == [pool.engines[0].address]
+        assert pool.engines[0].paused
+        event = await pool.updater.restore(pool.controls[0])
+        assert event is not None
+        assert pool.serve(OLD, "1") == [True]
+
+    run(test, transport="tensor", buffer_size=100)
 
 
 def test_the_check_of_files_is_only_for_engines_that_read_files() -> None:
