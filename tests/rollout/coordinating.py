@@ -22,7 +22,7 @@ from rollout.rewards import Reward, ScoredSample
 from rollout.settings import RolloutSettings
 from rollout.shapes import RolloutShape
 from rollout.tasks import create_source
-from tests.rollout.test_worker import published
+from tests.rollout.publishing import published
 
 PROMPT_TOKENS = 4
 
@@ -61,6 +61,9 @@ class Inline(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+
+_INLINE = Inline()
 
 
 class Killed(Exception):
@@ -141,6 +144,7 @@ class Bench:
         drive: EpisodeFunction = single_turn,
         branch: str = "main",
         source: Any = None,
+        executor: Executor | None = _INLINE,
         **changes: Any,
     ) -> Coordinator:
         return Coordinator(
@@ -155,7 +159,7 @@ class Bench:
             settings(**changes),
             shape or RolloutShape(),
             drive=drive,
-            executor=Inline(),
+            executor=executor,
         )
 
     async def run(self, work: Any) -> Any:

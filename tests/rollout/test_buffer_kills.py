@@ -184,7 +184,7 @@ PARAMS = SamplingParams(max_new_tokens=64, stop_token_ids=(0,))
 )
 @example(name="partial", spread=3, tail=40, deaths=[Death(3, True, None), Death(9, False, None)])
 @example(name="retry", spread=5, tail=30, deaths=[Death(None, False, 11), Death(4, True, None)])
-@settings(max_examples=7)
+@settings(max_examples=4)
 def test_killed_anywhere_it_goes_on_with_everything(
     name: str, spread: int, tail: int, deaths: list[Death]
 ) -> None:

@@ -14,10 +14,9 @@ import pytest
 
 from ledger import open_ledger
 from ledger.errors import InvalidArgument
-from ledger.events import BranchForked, WeightsPublished
+from ledger.events import BranchForked
 from ledger.fields import Event
 from ledger.seeds import sample_seed
-from ledger.weights import tensor_record, weights_root
 from rollout.engines.scripted import Script, ScriptedEngine
 from rollout.engines.transformers_engine import TransformersEngine
 from rollout.filters import DynamicFilterOutput
@@ -27,6 +26,7 @@ from rollout.sampling import uniforms
 from rollout.settings import RolloutSettings
 from rollout.tasks import create_source
 from rollout.worker import RolloutProgress, RolloutSummary, RolloutWorker
+from tests.rollout.publishing import published
 
 SETTINGS = RolloutSettings(
     run_seed=11,
@@ -35,23 +35,6 @@ SETTINGS = RolloutSettings(
     over_sampling_batch_size=3,
     rollout_max_response_len=4,
 )
-
-
-def published(version: int) -> WeightsPublished:
-    record = tensor_record("w", "float32", (1,), np.array([version], np.float32))
-    return WeightsPublished(
-        weight_version=version,
-        parent_version=None if version == 0 else version - 1,
-        step=None if version == 0 else version - 1,
-        tensor_names=["w"],
-        tensor_dtypes=["float32"],
-        tensor_shapes=[np.array([1], np.int64)],
-        tensor_checksums=[record.checksum],
-        root=weights_root([record]),
-        size_bytes=4,
-        transport="none",
-        acknowledged_by=[],
-    )
 
 
 def sums(tokenizer: Any) -> Script:
