@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger.errors import InvalidArgument, LedgerError, explain
+from rollout.engines.sglang.arguments import sglang_options
 from rollout.ray.layout import Layout, explained, read_layout
 
 __all__ = ["main"]
@@ -136,8 +137,12 @@ def _commands(path: Path, words: Sequence[str]) -> dict[str, list[str]]:
         )
     shared = ["--layout", str(path.absolute()), "--json"]
     train = [*words, *shared, "--rollout-by", "elsewhere"]
-    trainer_parser().parse_args(train)  # says what is wrong once, and ends
-    _, not_theirs = rollout_parser().parse_known_args(list(words))
+    parsers = trainer_parser(), rollout_parser()
+    own, _ = sglang_options(train, parsers[0]._option_string_actions.keys())
+    parsers[0].parse_args(own)  # says what is wrong once, and ends
+    # Arguments of SGLang's servers are those of the rollouts, too.
+    own, _ = sglang_options(words, parsers[1]._option_string_actions.keys())
+    _, not_theirs = parsers[1].parse_known_args(own)
     return {_TRAIN: train, _ROLLOUT: [*_without(words, not_theirs), *shared]}
 
 

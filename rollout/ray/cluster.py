@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ledger.errors import InvalidArgument, MissingDependency, explain
+from ledger.errors import InvalidArgument, MissingDependency, StorageFailed, explain
 
 __all__ = ["GROUP", "PASSED_ON", "cluster", "environment", "import_ray", "reserve", "reserved"]
 
@@ -53,7 +53,8 @@ def environment() -> dict[str, str]:
 def cluster(needed: Mapping[str, float]) -> Iterator[Any]:
     """Ray, connected. A cluster that is started here has at least the processor cores `needed`.
 
-    Raises MissingDependency without Ray, InvalidArgument where the cluster has too little.
+    Raises MissingDependency without Ray, StorageFailed where it does not start or answer,
+    InvalidArgument where the cluster has too little.
     """
     ray = import_ray()
     own = "RAY_ADDRESS" not in os.environ
@@ -65,7 +66,19 @@ def cluster(needed: Mapping[str, float]) -> Iterator[Any]:
     if own:
         cores = max(int(needed.get("CPU", 0)), os.cpu_count() or 1)
         options |= {"num_cpus": cores, "include_dashboard": False}
-    ray.init(**options)
+    try:
+        ray.init(**options)
+    except Exception as error:  # Ray has no class for a cluster that does not start
+        raise StorageFailed(
+            explain(
+                "starting Ray" if own else "connecting to Ray",
+                on=os.environ.get("RAY_ADDRESS", "a cluster on this host"),
+                expected="a cluster within 30 s",
+                found=str(error).splitlines()[0],
+                do="the same command goes on when the host, or RAY_ADDRESS, can be reached; its "
+                "load and /tmp/ray/session_latest/logs say more",
+            )
+        ) from error
     try:
         there = ray.cluster_resources()
         short = {name: n for name, n in needed.items() if there.get(name, 0) < n}
