@@ -30,7 +30,7 @@ class RolloutShape:
     most; None: no bound."""
     async_max_concurrent_samples: int | None = None
     """Samples on their way at a time, with `fully_async`; None: as the other limits let."""
-    async_data_buffer_capacity_factor: float = 2.0
+    async_data_buffer_capacity_factor: float = 3.0
     """Rollout batches that are finished or on their way at most, with `fully_async`."""
     async_unused_samples_handler: str = "retry"
     """'retry': the prompt of a group that got too old is issued again; 'drop': it is not."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +18,15 @@ __all__ = ["Appender", "EventSink"]
 
 _MOST_EVENTS = 4096
 """Events of one append at most: a failure throws away no more work than that."""
+
+_SHARE = 0.1
+"""Of the time that appends may take in the long run. An append costs nearly the same for one event
+as for fifty, and computes beside the loop that asks the engines: where many come, they wait for
+each other a little and go together."""
+
+_BURST_S = 0.25
+"""Seconds that appends may take at once before that share counts: few and far between, or at the
+beginning, none of them waits."""
 
 
 class Appender(Protocol):
@@ -47,7 +59,9 @@ class EventSink:
         self._draining: asyncio.Task[None] | None = None
         self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix="event-sink")
         self._failure: LedgerError | None = None
+        self._credit_s, self._credited_at = _BURST_S, -math.inf
         self._closed = False
+        self._closing = asyncio.Event()
         self.appends = 0
         """Commits so far."""
         self.events = 0
@@ -74,6 +88,7 @@ class EventSink:
     async def close(self) -> None:
         """Wait for what was handed over, then refuse more."""
         self._closed = True
+        self._closing.set()
         if self._draining is not None:
             await self._draining
         self._thread.shutdown()
@@ -87,6 +102,22 @@ class EventSink:
                 taken.append(one)
                 count += len(one.events)
             await self._store(taken)
+            await self._pace()
+
+    def _timed(self, events: Sequence[Event]) -> float:
+        """Store events; the seconds of computing that it took."""
+        began = time.thread_time()
+        self._append(events)
+        return time.thread_time() - began
+
+    async def _pace(self) -> None:
+        """Wait until appends have taken no more than their share of the time, or for the end."""
+        now = asyncio.get_running_loop().time()
+        earned = (now - self._credited_at) * _SHARE
+        self._credit_s, self._credited_at = min(self._credit_s + earned, _BURST_S), now
+        if self._credit_s < 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), -self._credit_s / _SHARE)
 
     async def _store(self, taken: Sequence[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
@@ -94,7 +125,7 @@ class EventSink:
         try:
             if self._failure is not None:
                 raise self._failure
-            await loop.run_in_executor(self._thread, self._append, together)
+            self._credit_s -= await loop.run_in_executor(self._thread, self._timed, together)
         except Exception as error:
             if isinstance(error, (FencedOff, StorageFailed)):
                 self._failure = error

@@ -123,9 +123,7 @@ class NoText:
 SHAPES = {
     "synchronous": RolloutShape(),
     "partial": RolloutShape(partial_rollout=True),
-    "asynchronous": RolloutShape(
-        fully_async=True, max_weight_staleness=4, async_data_buffer_capacity_factor=3.0
-    ),
+    "asynchronous": RolloutShape(fully_async=True, max_weight_staleness=4),
 }
 
 

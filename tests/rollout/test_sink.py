@@ -13,6 +13,7 @@ from ledger.errors import FencedOff, InvalidArgument, InvalidEvent
 from ledger.events import SampleDecided
 from ledger.fields import Event
 from rollout.sink import EventSink
+from tests.bench.simulated import run_simulated
 
 
 def decision(index: int) -> SampleDecided:
@@ -105,3 +106,45 @@ def test_a_cancelled_caller_does_not_take_its_events_back() -> None:
 
     asyncio.run(scenario())
     assert store.appends == [[5]]
+
+
+def test_appends_that_take_more_than_their_share_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes a second of computing, and one event comes every second: about ten go together."""
+    store = Store()
+    store.go.set()
+    clock = iter(range(10**6))
+    monkeypatch.setattr("rollout.sink.time.thread_time", clock.__next__)
+
+    async def scenario() -> int:
+        sink = EventSink(store.append)
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(number)
+            await sink.append([decision(number)])
+
+        await asyncio.gather(*(one(number) for number in range(100)))
+        appends = sink.appends
+        await sink.close()
+        return appends
+
+    appends = run_simulated(scenario(), counts_work=False)
+    assert sorted(i for one in store.appends for i in one) == list(range(100))
+    assert 10 <= appends <= 14
+
+
+def test_few_appends_do_not_wait() -> None:
+    store = Store()
+    store.go.set()
+
+    async def scenario() -> float:
+        sink = EventSink(store.append)
+        for number in range(20):
+            await sink.append([decision(number)])
+        waited = asyncio.get_running_loop().time()
+        await sink.close()
+        return waited
+
+    assert run_simulated(scenario(), counts_work=False) == 0
+    assert len(store.appends) == 20

@@ -61,7 +61,7 @@ OPTIONS: tuple[Option, ...] = (
         "async_data_buffer_capacity_factor",
         "rollout",
         float,
-        2.0,
+        3.0,
         "with --fully-async: rollout batches that are finished or on their way at most",
         within=at_least(1),
     ),
