@@ -41,7 +41,7 @@ demo-tiny: $(STAMP) ## the same five things in a minute with a tiny model; MOE=1
 	$(BIN)/python -m replay.demo --model $(if $(filter 1,$(MOE)),tiny-moe,tiny) --output $(OUT)
 
 test: $(STAMP) ## run the tests (no GPU, no network), in two processes; WORKERS=0: in one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow and not ranks and not sglang" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow and not ranks and not sglang" --ignore=tests/sglang -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-ranks: $(STAMP) ## the tests of a training on several ranks, two processes that talk over gloo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "ranks and not gpu and not slow" $(PYTEST_ARGS)
