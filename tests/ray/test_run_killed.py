@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ OPTIONS = {
 
 
 def _until(ledger: Ledger, seen: Callable[[], bool], what: str) -> None:
-    wait_for(ledger, "run", lambda: seen() or None, what=what, timeout_s=300)
+    wait_for(ledger, "run", lambda: seen() or None, what=what, timeout_s=600, whole_run=False)
 
 
 def _actors(name: str, parent: int) -> list[int]:
