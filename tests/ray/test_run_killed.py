@@ -78,18 +78,16 @@ def test_each_of_them_is_killed(tiny_dense: Path, tmp_path: Path) -> None:
 
     process = start()
     with open_ledger(tmp_path / "ledger", create=True) as ledger:
+
+        def issued(rollout_step: int) -> bool:
+            assert process.poll() is None
+            begun = any(run.head_seq for run in ledger.runs())
+            return begun and count(ledger, "prompt_issued", rollout_step) > 0
+
         for rollout_step, name in enumerate(("WorkerActor", "EngineActor", "_Rank")):
-            _until(
-                ledger,
-                lambda step=rollout_step: (
-                    bool(ledger.runs())  # type: ignore[misc]
-                    and ledger.run("run").head_seq > 0
-                    and count(ledger, "prompt_issued", step) > 0
-                ),
-                f"rollout step {rollout_step}",
-            )
+            _until(ledger, partial(issued, rollout_step), f"rollout step {rollout_step}")
             kill(name, process.pid)
-        _until(ledger, lambda: count(ledger, "prompt_issued", 3) > 0, "rollout step 3")
+        _until(ledger, partial(issued, 3), "rollout step 3")
         process.kill()  # the head of the cluster ends with it
         process.wait()
         process = start()
