@@ -16,7 +16,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: help install demo demo-tiny test test-ranks test-demo test-sglang test-gpu check format bench bench-gpu clean
+.PHONY: help install demo demo-tiny test test-processes test-demo test-sglang test-gpu check format bench bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -41,10 +41,10 @@ demo-tiny: $(STAMP) ## the same five things in a minute with a tiny model; MOE=1
 	$(BIN)/python -m replay.demo --model $(if $(filter 1,$(MOE)),tiny-moe,tiny) --output $(OUT)
 
 test: $(STAMP) ## run the tests (no GPU, no network), in two processes; WORKERS=0: in one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow and not ranks and not sglang" --ignore=tests/sglang -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not slow and not processes and not sglang" --ignore=tests/sglang -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-test-ranks: $(STAMP) ## the tests of a training on several ranks, two processes that talk over gloo
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "ranks and not gpu and not slow" $(PYTEST_ARGS)
+test-processes: $(STAMP) ## the tests of several ranks over gloo, of two commands on one ledger, and of Ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "processes and not gpu and not slow" tests/trainer tests/main_job tests/ray tests/two_commands $(PYTEST_ARGS)
 
 test-demo: $(STAMP) ## the slow tests: the real language model, end to end
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)

@@ -23,13 +23,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares expensive fixtures goes to one of the processes that `make test` runs.
 
-    What runs on the pair of ranks is left to `make test-ranks`.
+    What runs in several processes, or in a cluster, is left to `make test-processes`.
     """
     for item in items:
-        if "ranks" in {mark.args[0] for mark in item.iter_markers("xdist_group")}:
-            item.add_marker(pytest.mark.ranks)
         path = item.path.relative_to(Path(__file__).parent)
-        shared = "main_job" if path.parts[0] == "main_job" else path.as_posix()
+        own = {mark.args[0] for mark in item.iter_markers("xdist_group")}
+        if "ranks" in own or path.parts[0] in ("ray", "two_commands"):
+            item.add_marker(pytest.mark.processes)
+        fixtures = getattr(item, "fixturenames", ())
+        shared = "main_job" if {"dense_run", "moe_run"} & set(fixtures) else path.as_posix()
         item.add_marker(pytest.mark.xdist_group(shared))
 
 
