@@ -29,7 +29,7 @@ def check_rollout_shape(values: Mapping[str, Any]) -> None:
             "neither",
         )
     for name in ("async_max_concurrent_samples", "async_data_buffer_capacity_factor"):
-        default = 2.0 if name.endswith("factor") else None
+        default = 3.0 if name.endswith("factor") else None
         if values[name] != default and not fully:
             flag = f"--{name.replace('_', '-')}"
             raise _refused(f"{flag} {values[name]}", "--fully-async, which it limits", "none")
