@@ -18,6 +18,10 @@ _KEPT = "leave it out: the ledger keeps every sample, and `ledger show` and `led
 _ROUTER = "leave it out: sessions are dealt to engines here; --rollout-engine-urls attaches some"
 _EMBEDDED = "leave it out: the engine is in the trainer's process"
 _TASK = "--task (and --task-options) says where prompts and rewards come from"
+_ENGINE = "--engine sglang; 'transformers', the default, is in the trainer's process"
+_EPISODES = "--environment, and --environment-options"
+_STALENESS = "--max-weight-staleness, which counts weight versions"
+_TRACKING = "--use-tensorboard, --use-wandb"
 _MIS_FORM = "--use-tis --custom-tis-function-path mis, with --mis-level and --mis-mode"
 
 ELSEWHERE: Mapping[str, str] = {
@@ -47,6 +51,11 @@ ELSEWHERE: Mapping[str, str] = {
     "custom_eval_rollout_log_function_path": _KEPT,
     "disable_rollout_global_dataset": "leave --prompt-data out",
     "multimodal_keys": "nothing: prompts are texts",
+    "custom_config_path": "leave it out: custom functions see the options of the run, and the "
+    "metadata of a row",
+    "rollout_external": "--rollout-engine-urls",
+    "rollout_external_engine_addrs": "--rollout-engine-urls",
+    "offload": "--offload-rollout",
     "colocate": "--offload-rollout, with --engine sglang on the trainer's GPUs",
     "prefill_num_servers": "leave it out: start prefill and decode servers with their front, and "
     "name it in --rollout-engine-urls",
@@ -104,6 +113,36 @@ ELSEWHERE: Mapping[str, str] = {
     "max_response_length": "--rollout-max-response-len",
     "total_training_steps": "--num-rollout",
     "total_epochs": "--num-rollout",
+    "model.path": "--hf-checkpoint",
+    "rollout.n": "--n-samples-per-prompt",
+    "rollout.name": "--engine",
+    "rollout.mode": "leave it out: an engine in a process of its own is always asked so",
+    "rollout.tensor_model_parallel_size": "--rollout-num-gpus-per-engine",
+    "gpu_memory_utilization": "--sglang-mem-fraction-static",
+    "top_k": "--rollout-top-k",
+    "val_kwargs.n": "--n-samples-per-eval-prompt",
+    "val_kwargs.temperature": "--eval-temperature",
+    "val_kwargs.top_p": "--eval-top-p",
+    "val_kwargs.top_k": "--eval-top-k",
+    "multi_turn.enable": _EPISODES,
+    "multi_turn.format": "the option parser of --environment-options",
+    "tool_config_path": _EPISODES,
+    "max_assistant_turns": "--max-turns",
+    "agent.num_workers": "workers in the file of --layout",
+    "reward_manager": "--rm-type or --custom-rm-path",
+    "reward_fn_key": "--rm-type or --custom-rm-path, which sees the metadata of a row",
+    "return_raw_chat": "--apply-chat-template",
+    "filter_groups.enable": "--dynamic-sampling-filter-path",
+    "staleness_threshold": f"{_STALENESS}, not a share of samples",
+    "trigger_parameter_sync_step": "--update-weights-interval",
+    "nnodes": "--actor-num-nodes",
+    "n_gpus_per_node": "--actor-num-gpus-per-node",
+    "save_freq": "--save-interval",
+    "default_local_dir": "--save",
+    "logger": _TRACKING,
+    # AReaL
+    "max_head_offpolicyness": _STALENESS,
+    "max_concurrent_rollouts": "--async-max-concurrent-samples, which counts samples",
     # TRL
     "epsilon": "--eps-clip",
     "epsilon_high": "--eps-clip-high",
@@ -118,6 +157,24 @@ ELSEWHERE: Mapping[str, str] = {
     "reward_funcs": "--rm-type or --custom-rm-path",
     "eval_strategy": "--eval-interval",
     "shuffle_dataset": "--rollout-shuffle",
+    "model_name_or_path": "--hf-checkpoint",
+    "max_steps": "--num-rollout, and --num-steps-per-rollout steps in each",
+    "num_train_epochs": "--num-rollout",
+    "per_device_train_batch_size": "--micro-batch-size",
+    "gradient_accumulation_steps": "--global-batch-size, which counts samples",
+    "steps_per_generation": "--num-steps-per-rollout",
+    "use_vllm": _ENGINE,
+    "vllm_mode": _ENGINE,
+    "vllm_server_base_url": "--engine sglang --rollout-engine-urls",
+    "tools": _EPISODES,
+    "environment_factory": _EPISODES,
+    "max_tool_calling_iterations": "--max-turns",
+    "max_staleness": _STALENESS,
+    "max_inflight_tasks": "--async-max-concurrent-samples",
+    "weight_sync_steps": "--update-weights-interval",
+    "output_dir": "--ledger, and --save for checkpoints",
+    "save_steps": "--save-interval",
+    "report_to": _TRACKING,
     "chat_template_kwargs": "--apply-chat-template-kwargs",
     "learning_rate": "--lr",
     "temperature": "--rollout-temperature",
@@ -131,8 +188,16 @@ ELSEWHERE: Mapping[str, str] = {
     "ratio_clip_c": "--eps-clip-c",
     "reference_policy_kl_penalty": "--use-kl-loss --kl-loss-coef",
     "token_level_loss": "--loss-aggregation token",
+    "async_grpo.enabled": "--fully-async",
+    "max_trajectory_age_steps": _STALENESS,
+    "use_dynamic_sampling": "--dynamic-sampling-filter-path",
+    "max_rollout_turns": "--max-turns",
 }
-"""Name elsewhere, with underscores and without what stands before its last dot → what to do."""
+"""Name elsewhere, with underscores → what to do.
+
+Of a dotted name (verl, NeMo-RL) the longest ending that is here counts: `val_kwargs.n` is not
+`rollout.n`.
+"""
 
 
 def unknown_options(
@@ -158,8 +223,12 @@ def unknown_options(
 
 
 def _advice(flag: str, known: Collection[str]) -> str:
-    name = flag.lstrip("-+").rpartition(".")[2].replace("-", "_")
-    if name in ELSEWHERE:
-        return ELSEWHERE[name]
-    close = get_close_matches("--" + name.replace("_", "-"), known, n=3, cutoff=0.75)
+    parts = flag.lstrip("-+").replace("-", "_").split(".")
+    for first in range(len(parts)):
+        if told := ELSEWHERE.get(".".join(parts[first:])):
+            return told
+    ours = "--" + parts[-1].replace("_", "-")
+    if ours in known:
+        return ours
+    close = get_close_matches(ours, known, n=3, cutoff=0.75)
     return f"perhaps {' or '.join(close)}" if close else "no option here stands for it"
