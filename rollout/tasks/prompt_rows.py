@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,10 @@ _SHOWN = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptData:
-    """Where prompts lie, and what the fields of a row mean. Names as in slime."""
+    """Where prompts lie, and what the fields of a row mean. Names as in slime.
+
+    A field within an object has a dotted name: `reward_model.ground_truth`.
+    """
 
     path: str
     """A file or folder, or `PATH@[start:end]` for some of its rows."""
@@ -62,7 +65,9 @@ class PromptRows:
         self._data = data
         asked = (data.input_key, data.label_key, data.metadata_key, data.tool_key)
         part = parse_slice(data.path)
-        self._table: Table = open_table(part.path, [name for name in asked if name is not None])
+        names = [name for name in asked if name is not None]
+        names += [name.partition(".")[0] for name in names if "." in name]
+        self._table: Table = open_table(part.path, list(dict.fromkeys(names)))
         self.numbers = part.rows(len(self._table))
         self.digest = _digest(self._table, self.numbers)
         if not len(self.numbers):
@@ -90,7 +95,7 @@ class PromptRows:
             InvalidArgument: it has not the fields that were named; file and line are in the text.
             Conflict: the file has changed since it was opened.
         """
-        found = self._table.row(number)
+        found = _Fields(self._table.row(number))
         chat = self._data.apply_chat_template
         return PromptRow(
             self._prompt(number, found),
@@ -181,6 +186,29 @@ class PromptRows:
         if tools is not None and not isinstance(tools, list):
             raise self.bad(number, f"a list of tools in {key!r} (--tool-key)", repr(given))
         return tools or None
+
+
+class _Fields(Mapping[str, Any]):
+    """A row whose fields within objects have dotted names, where no field is named so itself."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row = row
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._row or "." not in key:
+            return self._row[key]
+        found: Any = self._row
+        for name in key.split("."):
+            if not isinstance(found, Mapping):
+                raise KeyError(key)
+            found = found[name]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
 
 
 def content_digest(path: str) -> str:

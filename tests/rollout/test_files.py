@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,34 @@ def test_every_format_gives_the_same_prompts(form: str, tmp_path: Path) -> None:
         prompt, expected = made.prompt(row), ROWS[row % len(ROWS)]
         assert (prompt.text, prompt.label) == (expected["input"], expected["label"])
         assert prompt.metadata == expected["metadata"]
+
+
+@pytest.mark.parametrize("form", [jsonl, parquet, saved], ids=lambda form: form.__name__)
+def test_a_field_within_an_object_has_a_dotted_name(form: Any, tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": f"{i}+1=",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra": {"deep": {"split": "train"}},
+        }
+        for i in range(23)
+    ]
+    data = PromptData(
+        path=str(form(tmp_path / f"rows.{form.__name__}", rows)),
+        input_key="prompt",
+        label_key="reward_model.ground_truth",
+        metadata_key="extra.deep",
+    )
+    found = PromptRows(data).row(7)
+    assert (found.prompt, found.label, found.metadata) == ("7+1=", "8", {"split": "train"})
+    for missing in ("reward_model.label", "prompt.label", "labels.ground_truth"):
+        with pytest.raises(InvalidArgument, match=f"a label in '{missing}'"):
+            PromptRows(replace(data, label_key=missing)).check()
+
+
+def test_a_field_that_has_a_dot_in_its_own_name_comes_first(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"input": "a", "b.c": "own", "b": {"c": "within"}}])
+    assert PromptRows(PromptData(path=str(path), label_key="b.c")).row(0).label == "own"
 
 
 def test_a_real_saved_data_set(tmp_path: Path) -> None:

@@ -25,7 +25,14 @@ OPTIONS: tuple[Option, ...] = (
         "whenever it goes on",
     ),
     Option("input_key", "data", str, "input", "field of the prompt: a text or chat messages"),
-    Option("label_key", "data", str, None, "field of what the verifier compares with"),
+    Option(
+        "label_key",
+        "data",
+        str,
+        None,
+        "field of what the verifier compares with; a dotted name for one within an object: "
+        "reward_model.ground_truth",
+    ),
     Option(
         "metadata_key",
         "data",
