@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from ledger import Ledger
 from ledger.sql import run_query
-from tests.ledger.factory import REWARDS, RUN, MemoryReader, step, table_of
+from tests.ledger.factory import REWARDS, RUN, MemoryReader, decide, prompt, step, table_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "queries.md"
 QUERIES = re.findall(r"^```sql\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
@@ -100,6 +101,59 @@ def test_what_was_dropped(story_ledger: Ledger) -> None:
     assert found["filtered"]["rule"] == "check_reward_nonzero_std"
 
 
+def test_what_was_decided_more_than_once_and_issued_again(story_ledger: Ledger) -> None:
+    # The story decides each sample once, and issues nothing again.
+    assert ask(story_ledger, "AS rollout_steps") == []
+    assert ask(story_ledger, "again.retry_of") == []
+
+
+def test_decisions_of_a_sample_that_was_put_back_and_of_a_group_that_came_again() -> None:
+    events = [
+        decide(0, "recycled", rollout_step=0),
+        decide(0, "kept", rollout_step=1),
+        decide(4, "failed", rollout_step=0, reason="a tool crashed", rule="the rule"),
+    ]
+    issued = [prompt(0, 0), prompt(1, 0), replace(prompt(2, 0), retry_of=1)]
+    reader = MemoryReader(
+        {
+            "sample_decided": table_of(
+                "sample_decided", [("main", 3 + n, event) for n, event in enumerate(events)]
+            ),
+            "prompt_issued": table_of(
+                "prompt_issued", [("main", n, event) for n, event in enumerate(issued)]
+            ),
+        }
+    )
+    (put_back,) = (q for q in QUERIES if "AS rollout_steps" in q)
+    assert run_query(reader, put_back).to_pylist() == [
+        {"index": 0, "rollout_steps": [0, 1], "decisions": ["recycled", "kept"]}
+    ]
+    (again,) = (q for q in QUERIES if "again.retry_of" in q)
+    assert run_query(reader, again).to_pylist() == [
+        {
+            "retry_of": 1,
+            "group_index": 2,
+            "source_row": issued[2].source_row,
+            "decision": "failed",
+            "rule": "the rule",
+            "reason": "a tool crashed",
+        }
+    ]
+
+
+def test_which_version_sampled_which_tokens(story_ledger: Ledger) -> None:
+    rows = [row for row in ask(story_ledger, "AS first, start") if row["index"] in (12, 17)]
+    assert [(r["index"], r["weight_version"], r["first"], r["last"]) for r in rows] == [
+        (12, 0, 0, 1),
+        (12, 1, 2, 3),
+        (17, -1, 0, 3),
+    ]
+    by_version = ask(story_ledger, "GROUP BY engine, engine_address")
+    assert {row["weight_version"] for row in by_version} == {-1, 0, 1}
+    sampled = story_ledger.reader(RUN, None).sql("SELECT sum(sampled_tokens) AS n FROM samples")
+    assert sum(row["tokens"] for row in by_version) == sampled.to_pylist()[0]["n"]
+
+
 def test_tokens_of_a_step(story_ledger: Ledger) -> None:
     found = ask(story_ledger, "step_branch = 'main' AND step = 1")
     assert len(found) == 16
@@ -107,15 +161,15 @@ def test_tokens_of_a_step(story_ledger: Ledger) -> None:
 
 
 def test_nothing_was_trained_twice(story_ledger: Ledger) -> None:
-    assert ask(story_ledger, "HAVING count(*) > 1") == []
-    assert ask(story_ledger, "count(DISTINCT index) AS samples") == [
+    assert ask(story_ledger, "FROM consumption GROUP BY branch, index") == []
+    assert ask(story_ledger, "AS trained, count(DISTINCT index)") == [
         {"branch": "main", "trained": 12, "samples": 12},
         {"branch": "rloo", "trained": 4, "samples": 4},
     ]
 
 
 def test_a_sample_that_was_trained_twice_is_found() -> None:
-    (query,) = (q for q in QUERIES if "HAVING count(*) > 1" in q)
+    (query,) = (q for q in QUERIES if "HAVING count(*) > 1\n" in q)
     steps = [
         step(n, [0, 1, n + 4, 7], rollout_step=n, version_in=n, version_out=n + 1) for n in (0, 1)
     ]
