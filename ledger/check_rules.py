@@ -243,6 +243,15 @@ _II = (
     ),
     Rule(
         "II",
+        "sample_decided",
+        "SELECT d.branch, d.seq, d.index,"
+        " format('{} behind {}, which was final', d.decision, f.decision) AS what\n"
+        "FROM sample_decided AS d JOIN sample_decided AS f"
+        " ON d.index = f.index AND d.branch = f.branch\n"
+        "WHERE f.seq < d.seq AND f.decision <> 'recycled'",
+    ),
+    Rule(
+        "II",
         "prompt_issued",
         "SELECT s.branch, s.seq, s.index,"
         " format('begun as a sibling of sample {} in rollout {} and group {}; that sample is {}',"

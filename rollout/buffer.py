@@ -7,7 +7,7 @@ that was killed anywhere goes on with all that was recorded. Nothing is ever onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,7 +131,8 @@ class DataBuffer:
     decided: dict[int, dict[int, str]] = field(default_factory=dict)
     """Rollout step → group → its final decision, for groups that are decided whole."""
     failures: dict[int, int] = field(default_factory=dict)
-    """Group that failed → groups that failed with its prompt: those before it, and itself."""
+    """Decided group → groups that failed with its prompt, where there are any: those before it,
+    each in the place of the one before, and itself."""
     _owners: dict[int, BufferedGroup] = field(default_factory=dict)
     """Sample → its group, of open ones."""
     _completions: int = 0
@@ -168,8 +169,10 @@ class DataBuffer:
         group = self._owners.get(index)
         return None if group is None else group.samples.get(index)
 
-    def refuse_late(self, events: Iterable[Event]) -> None:
+    def refuse_late(self, events: Iterable[Event], *, deciding: Set[int] = frozenset()) -> None:
         """Refuse what cannot be of a sample as it stands: late pieces and decisions, and doubles.
+
+        `deciding`: samples whose final decision is on its way to the ledger.
 
         Raises:
             Conflict: the sample is decided, or is not of this buffer; or the piece is stored.
@@ -179,7 +182,7 @@ class DataBuffer:
                 continue
             sample = self.open_sample(event.index)
             on = f"sample {event.index}"
-            if sample is None or sample.decision in FINAL:
+            if sample is None or sample.decision in FINAL or event.index in deciding:
                 raise Conflict(
                     explain(
                         f"an event was refused: {event.KIND} comes too late",
@@ -276,8 +279,9 @@ class DataBuffer:
             return
         decision = group_decision(sample.decision for sample in group.samples.values())
         self.decided.setdefault(event.rollout_step, {})[group.group_index] = decision
-        if decision == "failed":
-            self.failures[group.group_index] = group.failures + 1
+        failures = group.failures + (decision == "failed")
+        if failures:
+            self.failures[group.group_index] = failures
         del self.groups[group.group_index]
         for index in group.samples:
             del self._owners[index]

@@ -116,22 +116,23 @@ def _read_decided(
 
 def _read_failures(buffer: DataBuffer, prompts: pa.Table) -> None:
     """How often a prompt failed, along the groups that were issued in each other's place."""
-    failed = {
-        group
+    decided = {
+        group: decision
         for of_step in buffer.decided.values()
         for group, decision in of_step.items()
-        if decision == "failed"
     }
     before = dict(
         zip(prompts["group_index"].to_pylist(), prompts["retry_of"].to_pylist(), strict=True)
     )
-    for group in sorted(failed):
+    for group in sorted(decided):
         at: int | None = group
         count = 0
-        while at is not None:
-            count += at in failed
+        # An ancestor of the branch may have left one undecided: the count begins behind it.
+        while at is not None and at in decided:
+            count += decided[at] == "failed"
             at = before.get(at)
-        buffer.failures[group] = count
+        if count:
+            buffer.failures[group] = count
 
 
 def _read_open(

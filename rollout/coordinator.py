@@ -136,7 +136,7 @@ class Coordinator:
         """
         batch = self._settings.rollout_batch_size
         groups = self._groups
-        groups.rollout_step, groups.round_number = rollout_step, 0
+        groups.begin_step(rollout_step)
         self._consumer = consumer_version
         if len(self.buffer.kept(rollout_step)) < batch:
             await groups.judge_scored()

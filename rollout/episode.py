@@ -23,7 +23,13 @@ from ledger.fields import Event
 from ledger.invariants import OBSERVERS
 from ledger.numbering import SAMPLE_SPAN, local_number
 from ledger.seeds import sample_seed
-from rollout.protocol import AsyncEngine, GenerationRequest, GenerationResult, SamplingParams
+from rollout.protocol import (
+    AsyncEngine,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    nothing_sampled,
+)
 from rollout.records import (
     Verifier,
     indexer_recorded,
@@ -172,7 +178,7 @@ class Episode:
             routing_start=at.routing_rows,
         )
         self._cut = False
-        call = asyncio.ensure_future(services.engine.generate(request, params))
+        call = asyncio.ensure_future(self._ask(request, params))
         try:
             result = await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -196,6 +202,12 @@ class Episode:
             self._aborted.set()
             raise EpisodeAborted
         return result
+
+    async def _ask(self, request: GenerationRequest, params: SamplingParams) -> GenerationResult:
+        """Ask the engine, unless this was told to stop before the engine could know the request."""
+        if self.is_aborted or self._cut:
+            return nothing_sampled(request, params)
+        return await self.services.engine.generate(request, params)
 
     async def settle(self) -> None:
         """Wait until what was being recorded when the driver was cancelled is recorded.

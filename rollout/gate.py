@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ledger.events import WeightsLoaded
+from ledger.events import SampleDecided, WeightsLoaded
 from ledger.fields import Event
-from rollout.buffer import DataBuffer
+from rollout.buffer import FINAL, DataBuffer
 from rollout.protocol import (
     AsyncEngine,
     GenerationRequest,
@@ -52,7 +52,8 @@ class GatedEngine:
         self._engine = engine
         self._open = asyncio.Event()
         self._open.set()
-        self._waiting: dict[str | None, asyncio.Task[Any]] = {}
+        self._waiting: dict[asyncio.Task[Any], str | None] = {}
+        """What waits for the gate, by the name of its request; names may be missing."""
 
     @property
     def weight_version(self) -> int:
@@ -78,21 +79,22 @@ class GatedEngine:
         """As `AsyncEngine.generate`, once the gate is open."""
         if not self._open.is_set():
             waiting = asyncio.ensure_future(self._open.wait())
-            self._waiting[request.request_id] = waiting
+            self._waiting[waiting] = request.request_id
             try:
                 await asyncio.wait([waiting])
             finally:
-                del self._waiting[request.request_id]
+                del self._waiting[waiting]
+                was_aborted = not waiting.done() or waiting.cancelled()
                 waiting.cancel()
-            if not self._open.is_set():
+            if was_aborted:
                 return nothing_sampled(request, params)
         return await self._engine.generate(request, params)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """As `AsyncEngine.abort`; requests that wait at the gate end, too."""
-        for name in list(self._waiting) if request_ids is None else request_ids:
-            if name in self._waiting:
-                self._waiting[name].cancel()
+        for waiting, name in self._waiting.items():
+            if request_ids is None or name in request_ids:
+                waiting.cancel()
         await self._engine.abort(request_ids)
 
     async def update_weights(
@@ -129,11 +131,19 @@ class BufferedSink:
         """Events of one branch, whose buffer it is."""
         self._sink, self._buffer = sink, buffer
         self._storing: set[asyncio.Task[None]] = set()
+        self._deciding: set[int] = set()
+        """Samples whose final decision is being stored."""
 
     async def append(self, events: Sequence[Event]) -> None:
         """As `Appender.append`. Raises Conflict, too, for a piece that comes too late or twice."""
-        self._buffer.refuse_late(events)
-        stored = asyncio.create_task(self._store(events))
+        self._buffer.refuse_late(events, deciding=self._deciding)
+        final = {
+            event.index
+            for event in events
+            if isinstance(event, SampleDecided) and event.decision in FINAL
+        }
+        self._deciding |= final
+        stored = asyncio.create_task(self._store(events, final))
         self._storing.add(stored)
         stored.add_done_callback(self._storing.discard)
         # The buffer hears of it even where the caller is cancelled meanwhile.
@@ -143,6 +153,9 @@ class BufferedSink:
         """Return when everything that was handed over is stored, or was refused."""
         await asyncio.gather(*self._storing, return_exceptions=True)
 
-    async def _store(self, events: Sequence[Event]) -> None:
-        await self._sink.append(events)
-        self._buffer.apply(events)
+    async def _store(self, events: Sequence[Event], final: Set[int]) -> None:
+        try:
+            await self._sink.append(events)
+            self._buffer.apply(events)
+        finally:
+            self._deciding -= final

@@ -57,6 +57,8 @@ class GroupPool:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._deciding: set[int] = set()
         self._failures_in_a_row = 0
+        self._is_ending = False
+        """The rollout step has its batch: what is issued from now on waits for the next one."""
         self._closed = False
 
     def waiting(self) -> list[BufferedGroup]:
@@ -111,6 +113,11 @@ class GroupPool:
         finally:
             del self.runs[run.group.group_index], self._tasks[run.group.group_index]
             self._changed()
+
+    def begin_step(self, rollout_step: int) -> None:
+        """From now on groups are issued, driven and decided for this rollout step."""
+        self.rollout_step, self.round_number = rollout_step, 0
+        self._is_ending = False
 
     async def judge_scored(self) -> None:
         """Let the filter judge groups that another process scored, and did not decide."""
@@ -204,7 +211,8 @@ class GroupPool:
             await self._sink.append([*events, *prompts])
         finally:
             self._deciding.discard(key)
-        self._start_issued(prompts)
+        if not self._is_ending:
+            self._start_issued(prompts)
 
     async def end_step(self, keys: Sequence[int], consumer_version: int | None) -> None:
         """Keep the groups `keys`, and, unless generation goes on, decide what becomes of the
@@ -232,6 +240,7 @@ class GroupPool:
     async def _cut_the_rest(self) -> list[Event]:
         """End what still runs; its groups are dropped, or with partial rollouts put back."""
         partial = self._shape.partial_rollout
+        self._is_ending = True
         stopped = self.runs | self.passing
         # Where only the reward is missing nothing is generated: a group that stays may wait for it.
         running = [run for run in self.runs.values() if not (partial and run.is_scoring)]

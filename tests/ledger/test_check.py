@@ -220,6 +220,10 @@ CASES = {
         forge("sample_decided", 0, decision="filtered"),
         ("II", "step_committed", 0, "filtered"),
     ),
+    "a decision behind a final one": (
+        double("sample_decided", 0),
+        ("II", "sample_decided", 0, "kept behind kept, which was final"),
+    ),
     "a sample that nobody decided on": (
         drop("sample_decided", 0),
         ("II", "step_committed", 0, "missing"),
