@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ledger.errors import EnvironmentFailed, LedgerError, RewardFailed, explain
+from ledger.errors import EnvironmentFailed, InvalidArgument, LedgerError, RewardFailed, explain
 from ledger.events import EvalScored
 from ledger.fields import Event
 from ledger.seeds import derive_seed
@@ -95,8 +95,7 @@ async def evaluate_episodes(
                 reward = await _reward(run.reward, episode, tokenizer)
                 return reward, _sampled(episode), None
             except Exception as error:
-                ours = isinstance(error, LedgerError)
-                if ours and not isinstance(error, (EnvironmentFailed, RewardFailed)):
+                if not _is_of_the_episode(error, episode):
                     raise
                 _log.warning("an episode of evaluation %s failed: %s", run.name, error)
                 return np.nan, _sampled(episode), error
@@ -129,6 +128,15 @@ async def evaluate_episodes(
         top_p=run.params.top_p if said else None,
         top_k=run.params.top_k if said else None,
         max_new_tokens=run.params.max_new_tokens if said else None,
+    )
+
+
+def _is_of_the_episode(error: Exception, episode: Episode) -> bool:
+    """Whether the others may come to their end all the same; as `rollout.group_run` sees it."""
+    if isinstance(error, InvalidArgument):
+        return bool(episode.trajectory.pieces)  # else no episode can begin with these settings
+    return isinstance(error, (EnvironmentFailed, RewardFailed)) or not isinstance(
+        error, LedgerError
     )
 
 

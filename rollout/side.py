@@ -15,7 +15,12 @@ from rollout.async_side import AsyncRollouts
 from rollout.buffer import DataBuffer
 from rollout.coordinator import Coordinator
 from rollout.driving import drives_episodes, episode_function
-from rollout.engines import create_async_engine, create_engine, own_end_token_ids
+from rollout.engines import (
+    create_async_engine,
+    create_engine,
+    longest_context,
+    own_end_token_ids,
+)
 from rollout.environments.from_options import environment_tools
 from rollout.episode import Episode, EpisodeFunction, single_turn
 from rollout.evaluation_episodes import evaluate_episodes, judged_in
@@ -112,8 +117,15 @@ def is_asynchronous(values: Mapping[str, Any]) -> bool:
 def driver(
     values: Mapping[str, Any], tokenizer: Any, stops: tuple[int, ...], model_dir: Path
 ) -> EpisodeFunction:
-    """What drives an episode, from the options of the command line by name. Raises as
-    `episode_function`."""
+    """What drives an episode, from the options of the command line by name.
+
+    Where no option says how long a context may become, it is what the engine serves of the model.
+    Raises as `episode_function`.
+    """
+    if values["environment"] is not None and values["rollout_max_context_len"] is None:
+        length = values["sglang_arguments"].get("context-length")
+        longest = longest_context(values["engine"], model_dir, int(length) if length else None)
+        values = {**values, "rollout_max_context_len": longest}
     return episode_function(
         values,
         tokenizer,

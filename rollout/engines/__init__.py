@@ -11,7 +11,13 @@ from ledger.errors import InvalidArgument, explain
 if TYPE_CHECKING:
     from rollout.protocol import AsyncEngine, Engine
 
-__all__ = ["ENGINE_NAMES", "create_async_engine", "create_engine", "own_end_token_ids"]
+__all__ = [
+    "ENGINE_NAMES",
+    "create_async_engine",
+    "create_engine",
+    "longest_context",
+    "own_end_token_ids",
+]
 
 ENGINE_NAMES = ("transformers", "sglang")
 
@@ -87,3 +93,18 @@ def own_end_token_ids(name: str, model_dir: str | Path) -> tuple[int, ...]:
     from rollout.engines.sglang.model import read_model_facts
 
     return read_model_facts(model_dir).end_token_ids
+
+
+def longest_context(name: str, model_dir: str | Path, context_length: int | None = None) -> int:
+    """Tokens of prompt and response that the engine `name` serves of this model.
+
+    `context_length` is SGLang's argument of that name, where it was given. An attached server may
+    have been started for less. Raises as `read_model_facts`.
+    """
+    from rollout.engines.sglang.model import read_model_facts
+
+    positions = read_model_facts(model_dir).max_positions
+    if name != "sglang":
+        return positions
+    # As `rollout.engines.sglang.server` says: the scheduler cuts 2 below it.
+    return min(positions, context_length or positions) - 2

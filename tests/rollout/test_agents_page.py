@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from ledger.events import ObservationAppended, PromptIssued
 from rollout.environments.driving import EnvironmentEpisode, EpisodeLimits
 from rollout.environments.from_options import environment_function
+from rollout.environments.protocol import Action, EnvironmentTask, Message, StepResult
 from rollout.environments.turns import PlainTurns
+from rollout.side import driver
 from tests.rollout.agents import STOP, answering, driven, said
 from trainer.option_values import defaults
 
@@ -71,6 +74,31 @@ def test_an_async_function_drives_the_episode_itself(tokenizer):
     function = environment_function(values, tokenizer, [STOP])
     episode, _ = driven(tokenizer, function, answering(tokenizer, str))
     assert (episode.word, function.__name__) == ("b", "nothing")
+
+
+class Endless:
+    """It always has another question."""
+
+    name, version = "endless", "1"
+
+    def reset(self, task: EnvironmentTask) -> None:
+        pass
+
+    def step(self, action: Action) -> StepResult:
+        return StepResult(messages=[Message(text="and?")], reward=0.0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_context_ends_where_the_engine_serves_no_more_of_the_model(tokenizer, tmp_path):
+    config = {"vocab_size": len(tokenizer), "max_position_embeddings": 40, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = defaults() | {"environment": f"{__name__}:Endless", "max_turns": 50}
+    engine = answering(tokenizer, lambda context: "no", max_positions=40)
+    episode, _ = driven(tokenizer, driver(values, tokenizer, (STOP,), tmp_path), engine)
+    assert 30 < len(episode.trajectory.context()) <= 40
+    assert episode.reward.parts["truncated"] == 1.0
 
 
 @pytest.mark.parametrize(

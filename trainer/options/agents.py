@@ -48,7 +48,8 @@ OPTIONS: tuple[Option, ...] = (
         "agents",
         int,
         None,
-        "tokens of prompt and response of an episode at most; unset: no limit but that of turns",
+        "tokens of prompt and response of an episode at most; then it is truncated. Unset: as many "
+        "as the engine serves of the model",
         within=COUNT,
     ),
     Option(
