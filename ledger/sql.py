@@ -88,7 +88,23 @@ def ask(
                 raise InvalidArgument(
                     explain("running a query", on=shortened(sql), found="no result")
                 )
-            return relation.to_arrow_table()
+            return _with_integers(relation.to_arrow_table(), [str(t) for t in relation.types])
+
+
+def _with_integers(table: pa.Table, types: Sequence[str]) -> pa.Table:
+    """Columns of HUGEINT, which is what DuckDB's sums of integers are, as int64 where they fit.
+
+    Arrow has no such type, and DuckDB hands out decimals, which are no numbers in JSON, pandas and
+    torch.
+    """
+    for at, kind in enumerate(types):
+        if kind == "HUGEINT":
+            try:
+                whole = table.column(at).cast(pa.int64())
+            except pa.ArrowInvalid:
+                continue  # beyond 64 bits: the decimal says it
+            table = table.set_column(at, table.field(at).name, whole)
+    return table
 
 
 def _bound(params: Parameters) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import duckdb
@@ -299,6 +300,19 @@ def test_parameters_are_bound_by_place_and_by_name(everything: MemoryReader) -> 
     by_name = run_query(everything, query.format("$d", "$i"), {"d": "surplus", "i": 16})
     assert sorted(by_place["index"].to_pylist()) == [17, 18]
     assert sorted(by_name["index"].to_pylist()) == [17, 18]
+
+
+def test_sums_of_integers_are_integers_where_they_fit(everything: MemoryReader) -> None:
+    found = run_query(
+        everything,
+        "SELECT sum(sampled_tokens) AS tokens, sum(sampled_tokens) FILTER (false) AS nothing,\n"
+        "  1::HUGEINT << 100 AS large, 1.5::DECIMAL(38, 0) AS exact FROM samples",
+    )
+    assert [str(field.type) for field in found.schema][:2] == ["int64", "int64"]
+    (row,) = found.to_pylist()
+    assert isinstance(row["tokens"], int)
+    assert row["nothing"] is None
+    assert (row["large"], row["exact"]) == (Decimal(2**100), Decimal(2))
 
 
 def test_a_query_ends_when_its_time_is_over(everything: MemoryReader) -> None:

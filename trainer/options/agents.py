@@ -14,7 +14,7 @@ OPTIONS: tuple[Option, ...] = (
         str,
         None,
         "what answers the model: 'python', 'calculator', 'reasoning_gym:<dataset>', or "
-        "'package.module:function'; unset: one turn a prompt",
+        "'package.module:Class' (or an async function); unset: one turn a prompt",
     ),
     Option("environment_options", "agents", "json", {}, "JSON object given to the environment"),
     Option(

@@ -33,7 +33,8 @@ OPTIONS: tuple[Option, ...] = (
         "rollout",
         int,
         None,
-        "prompts asked for when a filter has dropped some; default: as --rollout-batch-size",
+        "prompts asked for at a time, first of all and when a filter has dropped some; default: as "
+        "--rollout-batch-size",
         within=COUNT,
     ),
     Option(
