@@ -174,6 +174,7 @@ def _begin(ledger: Ledger, explicit: Mapping[str, Any]) -> bool:
     """Begin the run where it is not there yet; whether that was done."""
     from ledger.errors import AlreadyExists
     from rollout.beginning import first_events
+    from rollout.engines.sglang.settings import refuse_unused
     from rollout.tasks.from_options import check_rows
     from trainer.begin import find_standing, new_model_folder
 
@@ -181,6 +182,7 @@ def _begin(ledger: Ledger, explicit: Mapping[str, Any]) -> bool:
     if standing.kind != "new run":
         return False
     values = standing.values
+    refuse_unused(explicit, values["engine"])
     _check(values)
     check_rows(values)
     events = first_events(
@@ -213,6 +215,7 @@ def _producer(branch: str) -> str:
 def _join(ledger: Ledger, explicit: Mapping[str, Any], progress: Any, *, alone: bool) -> Standing:
     """Wait until the run has begun and its trainer leaves the rollouts to this command."""
     from ledger.waiting import wait_for
+    from rollout.engines.sglang.settings import refuse_unused
     from trainer.begin import DEFAULT_RUN, find_standing
 
     timeout_s = _timeout_s(explicit)
@@ -259,6 +262,7 @@ def _join(ledger: Ledger, explicit: Mapping[str, Any], progress: Any, *, alone: 
         tell=progress.doing,
     )
     standing = find_standing(ledger, {**explicit, "run_id": run_id})
+    refuse_unused(explicit, standing.values["engine"])
     _check(standing.values)
     return standing
 

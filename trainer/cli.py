@@ -221,6 +221,7 @@ def _laid_out(explicit: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any
 
 def _decide(ledger: Ledger, explicit: Mapping[str, Any], device: str | None) -> Standing:
     """Where the run stands; what can be checked before anything is written is checked."""
+    from rollout.engines.sglang.settings import refuse_unused
     from rollout.tasks.from_options import check_rows
     from trainer.begin import checkpoint_root, find_standing
     from trainer.checkpoint_formats import format_of
@@ -229,6 +230,7 @@ def _decide(ledger: Ledger, explicit: Mapping[str, Any], device: str | None) -> 
 
     standing = find_standing(ledger, explicit)
     values = standing.values
+    refuse_unused(explicit, values["engine"])
     _check(values)
     if values["data"] == "fresh" and standing.kind != "resume":
         check_rows(values)

@@ -194,8 +194,12 @@ def test_our_code_does_not_read_pickles_nor_run_text() -> None:
                     named = {(node.module or "").partition(".")[0]} & modules
                 elif isinstance(node, ast.Call):
                     named = {ast.unparse(node.func)} & calls
-                if path.relative_to(ROOT).as_posix() == "trainer/processes.py":
+                if path.relative_to(ROOT).as_posix() in (
                     # What the ranks of one run tell each other, as torch's own object collectives
                     # do; it is in no file, and nobody else's.
+                    "trainer/processes.py",
+                    # What SGLang's own interface takes is written, and never read.
+                    "rollout/weights/payload.py",
+                ):
                     named -= {"pickle"}
                 assert not named, f"{path}:{getattr(node, 'lineno', 0)}: {named}"

@@ -168,6 +168,22 @@ def test_a_command_refuses_what_it_sets_itself(
     assert not Path("nowhere").exists()
 
 
+@pytest.mark.parametrize("command", ["trainer.cli", "rollout.cli"])
+@pytest.mark.parametrize(
+    "words", [["--sglang-dp-size", "2"], ["--rollout-engine-urls", "http://127.0.0.1:9"]]
+)
+def test_what_only_sglang_reads_is_refused_with_another_engine(
+    command: str, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    task = ["--hf-checkpoint", "nowhere", "--task", "addition"]
+    alone = ["--rollout-only"] if command == "rollout.cli" else []
+    here = ["--ledger", str(tmp_path / "ledger")]
+    assert importlib.import_module(command).main([*here, *task, *alone, *words]) == 2
+    said = capsys.readouterr().err
+    assert words[0] in said
+    assert "--engine sglang" in said
+
+
 # Settings
 
 

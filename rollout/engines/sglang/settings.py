@@ -189,6 +189,32 @@ def sglang_settings(values: Mapping[str, Any]) -> SGLangSettings:
     )
 
 
+def refuse_unused(given: Mapping[str, Any], engine: str) -> None:
+    """Refuse what only SGLang's engines read, where `engine` is another one.
+
+    `given` are the options of the command line, by name, without defaults. Raises InvalidArgument.
+    """
+    if engine == "sglang":
+        return
+    named = [
+        "--sglang-" + name
+        for option in ("sglang_arguments", "sglang_place_arguments")
+        for name in given.get(option) or ()
+    ]
+    if given.get("rollout_engine_urls"):
+        named.append("--rollout-engine-urls")
+    if named:
+        raise InvalidArgument(
+            explain(
+                "choosing the engine",
+                on=", ".join(named),
+                expected="--engine sglang, which it is for",
+                found=f"--engine {engine}",
+                do="add --engine sglang, or leave it out",
+            )
+        )
+
+
 def _check_offload(values: Mapping[str, Any]) -> None:
     """An engine that sleeps is woken by the next update of its weights, and by nothing else."""
     for name, right, expected in (
