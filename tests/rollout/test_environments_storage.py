@@ -41,7 +41,7 @@ def test_fifty_turns_grow_linearly_and_memory_stays_flat(tokenizer, tmp_path, ca
         sizes.append(sum(stored))
         if len(sizes) == BEGIN:
             tracemalloc.start()
-        if len(sizes) in (BEGIN, END):
+        if BEGIN <= len(sizes) <= END:
             gc.collect()
             held.append(tracemalloc.get_traced_memory()[0])
 
@@ -70,7 +70,8 @@ def test_fifty_turns_grow_linearly_and_memory_stays_flat(tokenizer, tmp_path, ca
     trajectory = asyncio.run(main())
     assert len(trajectory.segments) == TURNS
     grown = np.diff(sizes)[FIRST:]
-    kept = (held[1] - held[0]) / (END - BEGIN)
+    # The median: a statement that SQLAlchemy meets for the first time is kept, once.
+    kept = float(np.median(np.diff(held)))
     # Ids and log-probs of the trajectory itself, which its driver holds.
     own = sum(len(piece.tokens) for piece in trajectory.pieces) * 8 / TURNS
     with capsys.disabled():
@@ -80,7 +81,7 @@ def test_fifty_turns_grow_linearly_and_memory_stays_flat(tokenizer, tmp_path, ca
         )
     # Of 100 sampled tokens and some of the environment: the same in turn 5 and in turn 50.
     assert grown.max() - grown.min() <= 0.02 * grown.mean()
-    # If each turn held the ids before it, it would be 12,000 in the mean of turns 15 to 45.
+    # If each turn held the ids before it, it would be 12,000 in the middle of turns 15 to 45.
     assert kept < 6000
 
 
