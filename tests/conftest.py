@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(Path(__file__).parent)
         own = {mark.args[0] for mark in item.iter_markers("xdist_group")}
-        if "ranks" in own or path.parts[0] in ("ray", "two_commands"):
+        if "ranks" in own or {"ray", "two_commands", "test_launch.py"} & set(path.parts):
             item.add_marker(pytest.mark.processes)
         fixtures = getattr(item, "fixturenames", ())
         shared = "main_job" if {"dense_run", "moe_run"} & set(fixtures) else path.as_posix()

@@ -124,7 +124,8 @@ def test_a_field_that_has_a_dot_in_its_own_name_comes_first(tmp_path: Path) -> N
 
 
 def test_a_real_saved_data_set(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_list(ROWS).select([4, 0, 22])
     rows.save_to_disk(tmp_path / "one")
